@@ -1,0 +1,1 @@
+"""Dashboard of a learning endpoint (streamlit, on the store)."""

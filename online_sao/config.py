@@ -1,0 +1,331 @@
+"""All settings, and the only place that reads TOML files and the environment.
+
+A config file is TOML with one table per class below (`[model]`, `[engine]`, `[learner]`,
+`[judge]`, `[preference]`, `[store]`, `[service]`). Unknown keys are errors. Precedence:
+keyword overrides, then environment, then file, then preset, then the defaults written here.
+
+Environment: ONLINE_SAO_HOME (cache and runs), ONLINE_SAO_API_KEY, ONLINE_SAO_ADMIN_KEY.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from online_sao.errors import ConfigError
+
+EMBEDDED_MODEL = "smollm2-135m-writer"
+
+
+def home() -> Path:
+    """Folder for prepared models, runs and caches (not created here)."""
+    chosen = os.environ.get("ONLINE_SAO_HOME")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser().absolute() / "online_sao"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    name: str = EMBEDDED_MODEL
+    """`smollm2-135m-writer` (embedded), a local folder in Hugging Face form, or a hub name."""
+    served_name: str | None = None
+    """The name clients ask for; default: `name` (its last part for a folder)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where engine and learner run; `auto` takes a GPU if torch sees one."""
+
+
+class EngineConfig(_Section):
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_model_len: int = Field(1024, ge=16)
+    """Prompt and answer together, in tokens."""
+    max_num_seqs: int = Field(32, ge=1)
+    """Requests that are generated at the same time."""
+    kv_cache_gib: float = Field(1.0, gt=0)
+    """Memory for the key-value cache (CPU), GiB."""
+    threads: int | None = Field(None, ge=1)
+    """OpenMP threads of the engine's worker; default: vLLM's choice (all cores but one)."""
+    gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
+    """Share of GPU memory for the engine (CUDA only); the learner needs the rest."""
+    seed: int | None = None
+    """Seed of sampling for requests without one; default: drawn anew at each start."""
+    num_replicas: int = Field(1, ge=1)
+    """Engine replicas behind the endpoint."""
+    update_deadline_s: float = Field(60.0, gt=0)
+    """A replica that has not loaded new weights by then is marked unhealthy."""
+
+
+class LearnerConfig(_Section):
+    """The algorithm (DESIGN.md section 4; docs/algorithm.md). Defaults are SAO's."""
+
+    preset: str = "sao"
+    """Name of the preset this started from (see PRESETS)."""
+    # advantage
+    advantage: Literal[
+        "critic",
+        "step_average",
+        "step_last",
+        "running_mean",
+        "running_mean_per_prompt",
+        "spo",
+        "group",
+    ] = "critic"
+    """Where advantages come from."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per action token."""
+    lambda_alpha: float = Field(1.5, gt=0)
+    """Length-adaptive lambda of the policy: 1 - 1 / (alpha * action tokens)."""
+    lambda_critic: float = Field(1.0, ge=0, le=1)
+    """Lambda of the value targets; 1 makes them the discounted return."""
+    running_mean_window: int = Field(128, ge=1)
+    """Rewards in the global running mean."""
+    per_prompt_window: int = Field(8, ge=1)
+    """Rewards in the running mean per prompt."""
+    group_size: int = Field(8, ge=2)
+    """Answers per prompt of group methods (offline only)."""
+    normalize_advantage_window: int = Field(0, ge=0)
+    """Divide advantages by their spread over this many past rollouts; 0: do not."""
+    spo_kl_half_life: float = Field(0.06, gt=0)
+    """KL (nats per token) at which SPO's tracker halves its memory."""
+    spo_rho_min: float = Field(0.875, gt=0, lt=1)
+    spo_rho_max: float = Field(0.96, gt=0, lt=1)
+    # objective
+    objective: Literal["dis", "ppo_clip", "tis", "icepop", "none"] = "dis"
+    """How the importance ratio enters the policy loss."""
+    eps_low: float = Field(0.3, ge=0)
+    """DIS: tokens with ratio <= 1 - eps_low are masked. ppo_clip: lower clip."""
+    eps_high: float = Field(5.0, ge=0)
+    """DIS: tokens with ratio >= 1 + eps_high are masked. ppo_clip: upper clip."""
+    tis_cap: float = Field(2.0, gt=0)
+    """tis: the ratio is truncated from above here."""
+    icepop_low: float = Field(0.5, ge=0)
+    icepop_high: float = Field(5.0, gt=0)
+    """icepop: closed bounds of the ratio."""
+    kl_coef: float = Field(0.2, ge=0)
+    """Weight of KL(policy || start policy) per action token. Ours, not the paper's."""
+    surprise_coef: float = Field(0.0, ge=0)
+    """Added to kl_coef times the critic's surprise (LEARNING.md section 5). Ours."""
+    surprise_rate: float = Field(0.2, gt=0, le=1)
+    """Rate of the moving average of the critic's surprise, per rollout."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus per action token. Ours, off by default."""
+    # critic
+    critic_updates: int = Field(2, ge=1)
+    """K: critic updates per policy update."""
+    critic_trainable: Literal["mlp", "all"] = "mlp"
+    """`mlp`: attention, embeddings, norms and router frozen; `all`: full parameters."""
+    value_timing: Literal["before", "after"] = "before"
+    """Advantages from values before or after the critic sees this rollout's reward."""
+    value_pretraining_rollouts: int = Field(32, ge=0)
+    """Judged rollouts of the start policy that the critic is fitted to before serving."""
+    value_pretraining_epochs: int = Field(2, ge=1)
+    # optimisation
+    rollouts_per_update: int = Field(1, ge=1)
+    policy_lr: float = Field(1e-5, ge=0)
+    critic_lr: float = Field(2e-5, ge=0)
+    critic_warmup_updates: int = Field(10, ge=0)
+    """Updates over which the critic's learning rate rises linearly after pretraining."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip_quantile: float | None = Field(None, gt=0, le=1)
+    """Clip gradient norms at this quantile of the past 128 updates; None: no clip."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Arithmetic of forward and backward; masters and optimiser state are float32."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of the learner; default: all cores."""
+    seed: int = 0
+    # the loop
+    order: Literal["newest", "oldest"] = "newest"
+    """Which rewarded rollout is taken first. Simulations use `oldest`."""
+    max_policy_lag: int = Field(16, ge=0)
+    """Rollouts more versions old than this become stale. Simulations may raise it."""
+    publish_min_interval_s: float = Field(0.0, ge=0)
+    """Shortest time between two publishes; updates in between are coalesced."""
+    max_claims: int = Field(3, ge=1)
+    """A rollout claimed this often by learners that died is set aside as poison."""
+    max_train_tokens: int = Field(1024, ge=1)
+    """Prompt and answer longer than this are excluded from training."""
+    checkpoint_every: int = Field(50, ge=0)
+    """Updates between checkpoints; 0: only at exit."""
+    checkpoint_keep: int = Field(2, ge=1)
+    """Checkpoints retained beside the pinned ones."""
+    window: int = Field(128, ge=2)
+    """Rollouts over which windowed statistics (explained variance) are taken."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LearnerConfig:
+        if self.objective == "dis" and self.eps_low > 1:
+            raise ValueError("eps_low must be at most 1 for the objective dis")
+        if self.advantage == "group" and self.rollouts_per_update % self.group_size:
+            raise ValueError(
+                f"a group method needs rollouts_per_update to be a multiple of group_size "
+                f"({self.group_size}), not {self.rollouts_per_update}"
+            )
+        return self
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.advantage in ("critic", "step_average", "step_last")
+
+
+class JudgeConfig(_Section):
+    model: str = "offline/archetypes"
+    """`offline/archetypes`, or any litellm model by name, for example `zai/glm-4.7`."""
+    preferences: str = "archetypes"
+    """A shipped set of styles by name, or a TOML file."""
+    api_base: str | None = None
+    timeout_s: float = Field(60.0, gt=0)
+    max_tokens: int = Field(1024, ge=16)
+    max_retries: int = Field(3, ge=0)
+    concurrency: int = Field(4, ge=1)
+    votes: int = Field(1, ge=1)
+    """Samples per verdict, decided by majority."""
+    flip_probability: float = Field(0.0, ge=0, le=0.5)
+    """Each mark is flipped with this probability (simulation of a noisy judge only)."""
+
+
+class PreferenceConfig(_Section):
+    style: str = "cute"
+    """The style rewarded at the first start; later changes are kept in the store."""
+    pool: tuple[str, ...] = ("academic", "cute", "chuunibyou")
+    """The styles that the judge tells apart."""
+
+
+class StoreConfig(_Section):
+    url: str | None = None
+    """SQLAlchemy URL; default: SQLite in the run's folder."""
+
+
+class ServiceConfig(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    insecure: bool = False
+    """Allow binding beyond loopback without keys."""
+    run_dir: str | None = None
+    """Folder of this endpoint's state; default: ONLINE_SAO_HOME/runs/default."""
+    topics: str | None = "writing"
+    """Prompts for value pretraining: a shipped topic set or a TOML file; None: live rollouts."""
+    max_ongoing_requests: int = Field(1024, ge=1)
+    """Requests in a replica beyond which the answer is 429."""
+    max_body_bytes: int = Field(1 << 20, ge=1024)
+    min_trainable_temperature: float = Field(0.3, ge=0)
+    reward_source: Literal["judge", "feedback", "feedback_then_judge"] = "judge"
+    feedback_wait_s: float = Field(30.0, ge=0)
+    """feedback_then_judge: how long an answer waits for feedback before it is judged."""
+    cors_origins: tuple[str, ...] = ()
+
+
+class Config(_Section):
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    learner: LearnerConfig = LearnerConfig()
+    judge: JudgeConfig = JudgeConfig()
+    preference: PreferenceConfig = PreferenceConfig()
+    store: StoreConfig = StoreConfig()
+    service: ServiceConfig = ServiceConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        chosen = self.service.run_dir
+        return Path(chosen).expanduser().absolute() if chosen else home() / "runs" / "default"
+
+    @property
+    def store_url(self) -> str:
+        return self.store.url or f"sqlite:///{self.run_dir / 'store.sqlite'}"
+
+    @property
+    def served_name(self) -> str:
+        return self.model.served_name or Path(self.model.name).name
+
+    @classmethod
+    def load(
+        cls,
+        file: str | Path | None = None,
+        *,
+        preset: str | None = None,
+        overrides: dict[str, Any] | None = None,
+    ) -> Config:
+        """Read `file` (TOML), on top of `preset`, under dotted `overrides`.
+
+        `overrides` maps "section.key" to a value. Raises ConfigError with one line per
+        fault, naming the setting.
+        """
+        data: dict[str, dict[str, Any]] = {}
+        if file is not None:
+            data = _read_toml(Path(file))
+        learner = data.setdefault("learner", {})
+        if not isinstance(learner, dict):
+            raise ConfigError("learner must be a table: write [learner] above its settings.")
+        name = preset or learner.get("preset") or "sao"
+        data["learner"] = {**preset_settings(name), **learner, "preset": name}
+        for key, value in (overrides or {}).items():
+            section, _, setting = key.partition(".")
+            if not setting:
+                raise ConfigError(f"'{key}' must be written section.setting, as learner.seed.")
+            table = data.setdefault(section, {})
+            if isinstance(table, dict):
+                table[setting] = value
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            lines = [
+                f"{'.'.join(str(part) for part in fault['loc']) or 'config'}: {fault['msg']}"
+                + ("" if fault["type"] == "missing" else f" (got {fault['input']!r:.80})")
+                for fault in error.errors()
+            ]
+            where = f" in {file}" if file else ""
+            raise ConfigError(f"Settings refused{where}: " + "; ".join(lines)) from None
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "sao": {},
+    "sao_k1": {"critic_updates": 1},
+    "sao_full_critic": {"critic_trainable": "all"},
+    "sao_value_after": {"value_timing": "after"},
+    "running_mean": {"advantage": "running_mean"},
+    "running_mean_no_dis": {"advantage": "running_mean", "objective": "none"},
+    "running_mean_per_prompt": {"advantage": "running_mean_per_prompt"},
+    "spo": {"advantage": "spo", "normalize_advantage_window": 128},
+    "grpo": {
+        "advantage": "group",
+        "objective": "ppo_clip",
+        "eps_low": 0.2,
+        "eps_high": 0.28,
+        "rollouts_per_update": 8,
+    },
+    "grpo_dis": {"advantage": "group", "rollouts_per_update": 8},
+    "vapo": {"objective": "ppo_clip", "eps_low": 0.2, "eps_high": 0.28},
+    "step_average": {"advantage": "step_average"},
+    "step_last": {"advantage": "step_last"},
+}
+"""Every row of the paper's tables as a few settings on top of SAO's (docs/algorithm.md)."""
+
+OFFLINE_ONLY_ADVANTAGES = ("group",)
+
+
+def preset_settings(name: str) -> dict[str, Any]:
+    """The learner settings of a preset; ConfigError with the list if unknown."""
+    try:
+        return dict(PRESETS[name])
+    except KeyError:
+        raise ConfigError(f"Unknown preset '{name}'; there are {', '.join(PRESETS)}.") from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as stream:
+            return tomllib.load(stream)
+    except FileNotFoundError:
+        raise ConfigError(f"There is no config file {path}.") from None
+    except OSError as error:
+        raise ConfigError(f"The config file {path} cannot be read: {error.strerror}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"The config file {path} is not valid TOML: {error}.") from None
