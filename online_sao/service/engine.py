@@ -1,0 +1,312 @@
+"""The served policy: vLLM's AsyncLLM with a rollout hook, and weight updates in place.
+
+Imported in the replica's process only (it imports vllm). `RecordingLLM.generate` is the one
+place through which every answer passes, streaming or not, whatever route asked for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from online_sao.config import Config
+from online_sao.errors import WeightUpdateError
+from online_sao.service import weight_transfer
+from online_sao.service.trainable import numbers_exclusion, request_exclusion, sampling_exclusion
+from online_sao.service.weights import WeightFile
+from online_sao.types import JudgeState, Purpose, Rollout, RolloutState, WeightSpan
+
+_DEFAULT_SAMPLING = SamplingParams()
+
+
+@dataclass
+class RequestContext:
+    """What the HTTP layer knows of a request and the engine does not; filled in on the way back."""
+
+    response_id: str
+    body: dict[str, Any]
+    session_id: str | None = None
+    opted_out: bool = False
+    purpose: Purpose = Purpose.SERVE
+    received_at: float = field(default_factory=time.monotonic)
+    weight_version: int | None = None  # of the newest token so far
+    recorded: bool | None = None  # None until the first choice is finished
+
+
+CURRENT_REQUEST: ContextVar[RequestContext | None] = ContextVar("CURRENT_REQUEST", default=None)
+
+Recorder = Callable[[Rollout], Awaitable[bool]]
+
+
+@dataclass
+class _Choice:
+    """One choice of a request as it grows."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    done: bool = False
+
+
+class RecordingLLM(AsyncLLM):
+    """AsyncLLM that hands every finished or aborted answer to `recorder`.
+
+    The recorder is awaited before the last output is passed on, so an answer is complete for
+    its client only when its rollout is committed.
+    """
+
+    recorder: Recorder | None = None
+    min_temperature: float = 0.0
+    max_train_tokens: int = 1 << 30
+    weight_version: int = 0
+
+    async def generate(  # type: ignore[override]
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        context = CURRENT_REQUEST.get()
+        if context is None or self.recorder is None:
+            async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
+                yield output
+            return
+        exclusion = self._exclusion(context, sampling_params)
+        if sampling_params.logprobs is None:
+            # The behavior log-probs cost little and never reach a client who did not ask.
+            sampling_params = sampling_params.clone()
+            sampling_params.logprobs = 0
+        context.weight_version = self.weight_version
+        choices: dict[int, _Choice] = {}
+        prompt_ids: list[int] = []
+        prompt_index = _prompt_index(request_id, context.response_id)
+        try:
+            async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
+                prompt_ids = output.prompt_token_ids or prompt_ids
+                for completion in output.outputs:
+                    choice = choices.setdefault(completion.index, _Choice())
+                    _gather(choice, completion)
+                    if completion.finish_reason is not None and not choice.done:
+                        choice.done = True
+                        spans = _spans(completion.weight_versions, len(choice.token_ids))
+                        if spans:
+                            context.weight_version = spans[-1].version
+                        context.recorded = await self.recorder(
+                            self._rollout(
+                                context,
+                                sampling_params,
+                                prompt_ids,
+                                choice,
+                                prompt_index * max(1, sampling_params.n) + completion.index,
+                                spans,
+                                completion.finish_reason,
+                                exclusion,
+                            )
+                        )
+                yield output
+        except (asyncio.CancelledError, GeneratorExit):
+            # The client went away: what was generated is recorded, never trained on. Shielded,
+            # because this task is being cancelled.
+            for index, choice in choices.items():
+                if choice.done or not choice.token_ids:
+                    continue
+                rollout = self._rollout(
+                    context,
+                    sampling_params,
+                    prompt_ids,
+                    choice,
+                    prompt_index * max(1, sampling_params.n) + index,
+                    (WeightSpan(self.weight_version, 0, len(choice.token_ids)),),
+                    "abort",
+                    "aborted",
+                )
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.shield(asyncio.ensure_future(self.recorder(rollout)))
+            raise
+
+    def _exclusion(self, context: RequestContext, params: SamplingParams) -> str | None:
+        if context.purpose is Purpose.PRETRAINING:
+            return "value_pretraining"
+        if context.opted_out:
+            return "opted_out"
+        return request_exclusion(context.body) or sampling_exclusion(
+            {name: getattr(params, name) for name in params.__struct_fields__},
+            {name: getattr(_DEFAULT_SAMPLING, name) for name in params.__struct_fields__},
+            self.min_temperature,
+        )
+
+    def _rollout(
+        self,
+        context: RequestContext,
+        params: SamplingParams,
+        prompt_ids: list[int],
+        choice: _Choice,
+        index: int,
+        spans: tuple[WeightSpan, ...],
+        finish_reason: str,
+        exclusion: str | None,
+    ) -> Rollout:
+        exclusion = exclusion or numbers_exclusion(
+            choice.token_ids,
+            choice.logprobs,
+            len(prompt_ids) + len(choice.token_ids),
+            self.max_train_tokens,
+        )
+        aborted = finish_reason == "abort"
+        metadata = context.body.get("metadata")
+        messages = context.body.get("messages")
+        return Rollout(
+            id=context.response_id if index == 0 else f"{context.response_id}.{index}",
+            response_id=context.response_id,
+            choice=index,
+            prompt_token_ids=np.asarray(prompt_ids, np.int32),
+            token_ids=np.asarray(choice.token_ids, np.int32),
+            behavior_logprobs=np.asarray(choice.logprobs, np.float32),
+            weight_spans=spans,
+            temperature=float(params.temperature),
+            messages=messages if isinstance(messages, list) else None,
+            answer="".join(choice.text),
+            finish_reason=finish_reason,
+            state=RolloutState.EXCLUDED if exclusion else RolloutState.PENDING,
+            reason=exclusion,
+            judge_state=JudgeState.SKIPPED if aborted else JudgeState.WAITING,
+            purpose=context.purpose,
+            session_id=context.session_id,
+            metadata=metadata if isinstance(metadata, dict) else {},
+            latency_s=time.monotonic() - context.received_at,
+        )
+
+    # --- weights
+
+    async def load_weights(self, file: WeightFile) -> float:
+        """Swap in the weights of a checked `file`; return the seconds that serving paused.
+
+        Raises WeightUpdateError when the file is refused (the old weights serve on) and
+        leaves generation paused when loading itself fails: then the model is half loaded,
+        and generating would kill the engine. A later good update resumes it.
+        """
+        # Everything that can be wrong with a file is found before anything stops.
+        await asyncio.to_thread(file.verify)
+        started = time.monotonic()
+        await self.pause_generation(mode="keep", clear_cache=True)
+        try:
+            await self.start_weight_update()
+            await self.update_weights(WeightTransferUpdateRequest({"path": file.path}))
+            await self.finish_weight_update(weight_version=str(file.version))
+        except Exception as error:
+            raise WeightUpdateError(
+                f"Loading weight version {file.version} failed half-way ({error}); generation "
+                "stays paused until a good version is loaded."
+            ) from error
+        # Only on success: a half-loaded model must not generate.
+        await self.resume_generation()
+        self.weight_version = file.version
+        return time.monotonic() - started
+
+
+def _prompt_index(request_id: str, response_id: str) -> int:
+    """Which prompt of a /v1/completions request with several (vLLM appends "-i")."""
+    suffix = request_id.removeprefix(response_id).lstrip("-_")
+    return int(suffix) if suffix.isdigit() else 0
+
+
+def _gather(choice: _Choice, completion: Any) -> None:
+    """Add a delta, or replace all by a cumulative output."""
+    ids = list(completion.token_ids)
+    logprobs = [
+        float(entry[token].logprob)
+        for token, entry in zip(ids, completion.logprobs or [], strict=False)
+    ]
+    choice.token_ids += ids
+    choice.logprobs += logprobs
+    choice.text.append(completion.text)
+
+
+def _spans(reported: Any, num_tokens: int) -> tuple[WeightSpan, ...]:
+    if not reported or not num_tokens:
+        return ()
+    return tuple(WeightSpan(int(span.version), span.start, span.end) for span in reported)
+
+
+# --- building
+
+
+def engine_environment(config: Config) -> dict[str, str]:
+    """Environment that vLLM's processes need; set before vllm is imported."""
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(config.engine.kv_cache_gib))),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+    if config.engine.threads:
+        last = config.engine.threads - 1
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{last}" if last else "0"
+    return environment
+
+
+def server_arguments(config: Config, model: str) -> list[str]:
+    """Command line for vLLM's own argument parser."""
+    engine = config.engine
+    arguments = {
+        "--model": model,
+        "--served-model-name": config.served_name,
+        "--dtype": engine.dtype,
+        "--max-model-len": str(engine.max_model_len),
+        "--max-num-seqs": str(engine.max_num_seqs),
+        # The model folder's own file would change sampling defaults behind the client's back.
+        "--generation-config": "vllm",
+        # Log-probs of the distribution that was sampled (after temperature).
+        "--logprobs-mode": "processed_logprobs",
+        "--weight-transfer-config": f'{{"backend": "{weight_transfer.BACKEND}"}}',
+        # vLLM's default seed of 0 repeats the same answers after every restart.
+        "--seed": str(engine.seed if engine.seed is not None else secrets.randbelow(2**31)),
+    }
+    if config.model.device == "cuda":
+        arguments["--gpu-memory-utilization"] = str(engine.gpu_memory_utilization)
+        arguments["--weight-transfer-config"] = '{"backend": "ipc"}'
+    flat = [part for pair in arguments.items() for part in pair]
+    return [*flat, "--enforce-eager", "--disable-log-stats"]
+
+
+def parse_server_arguments(arguments: list[str]) -> Any:
+    """vLLM's namespace for its serving classes, with all its defaults."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    validate_parsed_serve_args(args)
+    return args
+
+
+async def build_engine(config: Config, args: Any) -> RecordingLLM:
+    """Start vLLM's processes; returns when the engine can generate (tens of seconds)."""
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    engine = RecordingLLM.from_vllm_config(
+        vllm_config=vllm_config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        enable_log_requests=False,
+        disable_log_stats=True,
+    )
+    engine.min_temperature = config.service.min_trainable_temperature
+    engine.max_train_tokens = config.learner.max_train_tokens
+    await engine.init_weight_transfer_engine(WeightTransferInitRequest({}))
+    await engine.update_weight_version("0")
+    return engine

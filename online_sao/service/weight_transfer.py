@@ -1,0 +1,111 @@
+"""vLLM's side of a weight update on CPU: a weight transfer engine that reads shared memory.
+
+vLLM ships transports for GPUs only (NCCL, CUDA IPC). This one receives the path of a
+safetensors file, normally in /dev/shm, and loads it through vLLM's own layerwise reload.
+Its worker process finds it by the entry point `vllm.general_plugins` (see pyproject.toml).
+
+Facts that shape it (vllm 0.32):
+- CPU linears are prepacked and their plain weights emptied, so weights can only be loaded
+  between `initialize_layerwise_reload` and `finalize_layerwise_reload`.
+- With tied embeddings the packed lm_head is not repacked by that; it would go on with the
+  old weights, silently. It is repacked here.
+- The base class synchronises an accelerator after loading; on CPU there is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+BACKEND = "online_sao_shm"
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: make BACKEND known in this vLLM process.
+
+    vLLM may load plugins more than once per process, so a second call does nothing.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
+
+
+@dataclass
+class SharedMemoryInitInfo(WeightTransferInitInfo):
+    """Nothing to negotiate: a file is found by its path."""
+
+
+@dataclass
+class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
+    path: str
+    """A safetensors file with every tensor of the checkpoint, Hugging Face names."""
+
+
+class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
+    """Loads a whole checkpoint from a memory-mapped file between two forward passes.
+
+    The caller has paused generation and has checked the file: a failure in here leaves the
+    model half loaded, and only a further, good update repairs it.
+    """
+
+    init_info_cls = SharedMemoryInitInfo
+    update_info_cls = SharedMemoryUpdateInfo
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
+        """No data plane to set up."""
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # Not the base method: it ends with torch.accelerator.synchronize(), which fails on CPU.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+        with safe_open(update_info.path, framework="pt") as tensors:
+            self.model.load_weights((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied_head(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    """Point a tied lm_head at the new embeddings and pack it again for the CPU kernel."""
+    config = getattr(model, "config", None)
+    head = getattr(model, "lm_head", None)
+    if head is None or not getattr(config, "tie_word_embeddings", False):
+        return
+    embeddings = _embed_tokens(model)
+    head.weight = embeddings.weight
+    if embeddings.weight.device.type == "cpu":
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def _embed_tokens(model: torch.nn.Module) -> torch.nn.Module:
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "embed_tokens":
+            return module
+    raise RuntimeError(
+        f"{type(model).__name__} ties its head but has no embed_tokens; its lm_head would "
+        "keep the old weights."
+    )
