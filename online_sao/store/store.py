@@ -1,0 +1,1364 @@
+"""RolloutStore: everything the endpoint must not forget.
+
+One instance may be used by many threads, and many processes may open one database. Each
+method is one short transaction. States change only along these arrows; every change is
+guarded in SQL by the state it starts from:
+
+    pending  -> rewarded, unscored, excluded, stale, discarded
+    unscored -> rewarded, excluded, stale, discarded
+    rewarded -> claimed, excluded, stale, discarded   (and rewarded: a new verdict)
+    claimed  -> trained, rewarded, excluded, discarded (recovered after its text was deleted)
+    trained  -> rewarded (its update was lost), discarded (its line was left)
+
+stale, excluded and discarded are final. Database failures are raised as StoreError.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine
+
+from online_sao.errors import FencedError, NotFoundError, StoreError
+from online_sao.store.models import (
+    COUNTERS,
+    SCHEMA_VERSION,
+    counters,
+    events,
+    feedback,
+    metadata,
+    rollout_details,
+    rollout_tokens,
+    rollouts,
+    runs,
+    versions,
+)
+from online_sao.types import (
+    Event,
+    FloatArray,
+    IntArray,
+    JudgeState,
+    Preference,
+    Purpose,
+    Rollout,
+    RolloutState,
+    Run,
+    StoredVerdict,
+    WeightSpan,
+    WeightVersion,
+)
+
+BUSY_TIMEOUT_S = 10.0  # how long a writer waits for another process before it gives up
+CHUNK = 500  # ids named in one statement; databases bound the number of parameters
+MAX_RETRIES = 3  # PostgreSQL may choose a transaction as the victim of a deadlock
+
+S = RolloutState
+ADDABLE = (S.PENDING, S.REWARDED, S.UNSCORED, S.EXCLUDED)
+OPEN = (S.PENDING, S.UNSCORED, S.REWARDED)  # may still be trained on; no learner holds it
+
+T = TypeVar("T")
+Listing = list  # RolloutStore.list hides the builtin in annotations
+TrainedArrays = tuple[str, FloatArray | None, FloatArray | None, FloatArray | None]
+
+
+class RolloutStore:
+    def __init__(self, url: str) -> None:
+        """Open the database at `url` (SQLAlchemy form); create its tables if there are none."""
+        self.url = url
+        self._pid = os.getpid()
+        self._parsed = _parse_url(url)
+        self._place = _place(self._parsed)
+        if self._parsed.get_backend_name() == "sqlite":
+            folder = Path(str(self._parsed.database)).expanduser().absolute().parent
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StoreError(
+                    f"The folder {folder} of the store cannot be made: {error.strerror}."
+                ) from None
+        self._engine = _make_engine(self._parsed)
+        try:
+            self._create_or_check()
+        except BaseException:
+            self._engine.dispose()
+            raise
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def __enter__(self) -> RolloutStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[type[RolloutStore], tuple[str]]:
+        return RolloutStore, (self.url,)  # a copy in another process opens its own connections
+
+    # ---- runs and epochs
+
+    def start_run(self, run: Run) -> None:
+        """Record `run` and make it the current one; a known run is taken up again."""
+
+        def work(conn: Connection) -> None:
+            started = _take_number(conn, "run_starts")
+            known = conn.execute(
+                runs.update().where(runs.c.id == run.id).values(started=started)
+            ).rowcount
+            if not known:
+                conn.execute(
+                    runs.insert().values(
+                        id=run.id,
+                        started=started,
+                        preset=run.preset,
+                        seed=run.seed,
+                        model=run.model,
+                        model_hash=run.model_hash,
+                        config=run.config,
+                        created_at=run.created_at or _now(),
+                    )
+                )
+
+        self._write(work)
+
+    def current_run(self) -> Run | None:
+        """The run that was started or taken up last."""
+        found = self._read(
+            lambda conn: conn.execute(
+                runs.select().order_by(runs.c.started.desc()).limit(1)
+            ).one_or_none()
+        )
+        return _run(found) if found else None
+
+    def runs(self) -> Listing[Run]:
+        """All runs, the one started last at the end."""
+        found = self._read(lambda conn: conn.execute(runs.select().order_by(runs.c.started)).all())
+        return [_run(row) for row in found]
+
+    def new_epoch(self) -> int:
+        """A learner's fencing token: each is larger than all before it."""
+        return self._write(lambda conn: _take_number(conn, "epoch"))
+
+    def current_epoch(self) -> int:
+        """The newest epoch; 0 before the first learner."""
+        return self._read(lambda conn: _counter(conn, "epoch"))
+
+    # ---- recording and reading rollouts
+
+    def add(self, rollout: Rollout) -> Rollout:
+        """Record a rollout and return it as stored; one already known is returned unchanged.
+
+        `seq`, `created_at`, `run_id` and `preference` are filled in where they are None.
+        """
+        _check_new(rollout)
+
+        def work(conn: Connection) -> Rollout:
+            seq = _counter(conn, "rollouts", lock=True) + 1
+            known = conn.execute(
+                sa.select(rollouts.c.seq).where(rollouts.c.id == rollout.id)
+            ).scalar()
+            if known is not None:
+                return _load(conn, [known], with_tokens=True)[0]
+            run_id = rollout.run_id
+            if run_id is None:
+                run_id = conn.execute(
+                    sa.select(runs.c.id).order_by(runs.c.started.desc()).limit(1)
+                ).scalar()
+            new = replace(
+                rollout,
+                seq=seq,
+                created_at=rollout.created_at or _now(),
+                run_id=run_id,
+                preference=rollout.preference or _preference(conn),
+            )
+            conn.execute(rollouts.insert().values(**_short_columns(new)))
+            conn.execute(rollout_details.insert().values(**_detail_columns(new)))
+            conn.execute(rollout_tokens.insert().values(**_token_columns(new)))
+            _set_counter(conn, "rollouts", seq)
+            return new
+
+        return self._write(work)
+
+    def get(self, id: str) -> Rollout:
+        """The rollout with its tokens; NotFoundError if there is none."""
+        return self.get_many([id])[0]
+
+    def get_many(self, ids: Sequence[str]) -> Listing[Rollout]:
+        """Rollouts with their tokens, in the order of `ids`; NotFoundError if one is missing."""
+
+        def work(conn: Connection) -> Listing[Rollout]:
+            seqs = _seqs(conn, ids)
+            return _load(conn, [seqs[id] for id in ids], with_tokens=True)
+
+        return self._read(work)
+
+    def list(
+        self,
+        *,
+        after_seq: int | None = None,
+        before_seq: int | None = None,
+        limit: int = 100,
+        states: Iterable[RolloutState] | None = None,
+        purpose: Purpose | None = None,
+        run_id: str | None = None,
+        session_id: str | None = None,
+        style: str | None = None,
+        newest_first: bool = False,
+        with_tokens: bool = False,
+    ) -> Listing[Rollout]:
+        """Rollouts in order of recording, strictly between `after_seq` and `before_seq`.
+
+        `style` is the style that was preferred when they were made. Without `with_tokens`
+        the per-token arrays are empty.
+        """
+        conditions = []
+        if after_seq is not None:
+            conditions.append(rollouts.c.seq > after_seq)
+        if before_seq is not None:
+            conditions.append(rollouts.c.seq < before_seq)
+        if purpose is not None:
+            conditions.append(rollouts.c.purpose == purpose)
+        if run_id is not None:
+            conditions.append(rollouts.c.run_id == run_id)
+        if session_id is not None:
+            conditions.append(rollouts.c.session_id == session_id)
+        if style is not None:
+            conditions.append(rollouts.c.style == style)
+        wanted = None if states is None else sorted({S(state) for state in states})
+
+        def work(conn: Connection) -> Listing[Rollout]:
+            order = rollouts.c.seq.desc() if newest_first else rollouts.c.seq
+            query = sa.select(rollouts.c.seq).where(*conditions).order_by(order).limit(limit)
+            if wanted is None:
+                seqs: Iterable[int] = conn.execute(query).scalars()
+            else:  # one indexed walk per state, merged
+                each = [
+                    conn.execute(query.where(rollouts.c.state == state)).scalars().all()
+                    for state in wanted
+                ]
+                seqs = heapq.merge(*each, reverse=newest_first)
+            return _load(conn, list(seqs)[:limit], with_tokens=with_tokens)
+
+        return self._read(work)
+
+    def waiting_for_judge(self, limit: int, newest_first: bool = False) -> Listing[Rollout]:
+        """Rollouts that no judge has answered for, without tokens."""
+        order = rollouts.c.seq.desc() if newest_first else rollouts.c.seq
+
+        def work(conn: Connection) -> Listing[Rollout]:
+            seqs = conn.execute(
+                sa.select(rollouts.c.seq)
+                # a literal, so that SQLite recognises the partial index
+                .where(rollouts.c.judge_state == sa.literal_column("'waiting'"))
+                .order_by(order)
+                .limit(limit)
+            ).scalars()
+            return _load(conn, list(seqs), with_tokens=False)
+
+        return self._read(work)
+
+    # ---- rewards
+
+    def set_verdict(self, id: str, verdict: StoredVerdict) -> RolloutState:
+        """Keep a verdict; return the state the rollout is in afterwards.
+
+        A pending or unscored rollout becomes rewarded, a rewarded one takes the new verdict.
+        A verdict that can no longer count (a learner has the rollout or had it, or a user's
+        feedback outranks a judge) is kept beside it, as a row of feedback.
+        """
+        _check_reward(verdict.reward)
+
+        def work(conn: Connection) -> RolloutState:
+            row = _lock_one(conn, id)
+            state = S(row.state)
+            in_use = state == S.CLAIMED or row.trained_version is not None
+            outranked = verdict.source == "judge" and row.reward_source == "feedback"
+            used = not (in_use or outranked)
+            if used:
+                if state in (S.PENDING, S.UNSCORED):
+                    state = S.REWARDED
+                _put_verdict(conn, row, verdict, state)
+            else:
+                _keep_feedback(conn, row, verdict, verdict.rationale, used=False)
+                _update_one(conn, row, judge_state=JudgeState.SCORED)
+            return state
+
+        return self._write(work)
+
+    def set_unscored(self, id: str, reason: str) -> None:
+        """Keep that the judge failed. What already has a reward keeps it."""
+
+        def work(conn: Connection) -> None:
+            row = _lock_one(conn, id)
+            if row.judge_state == JudgeState.SCORED or row.reward is not None:
+                return
+            if row.state == S.PENDING:
+                _update_one(
+                    conn, row, state=S.UNSCORED, reason=reason, judge_state=JudgeState.UNSCORED
+                )
+            else:
+                _update_one(conn, row, judge_state=JudgeState.UNSCORED)
+
+        self._write(work)
+
+    def add_feedback(
+        self, id: str, reward: float, comment: str | None = None
+    ) -> tuple[bool, str | None]:
+        """Keep a user's reward. (True, None) if it will count; else False and why not."""
+        _check_reward(reward)
+        verdict = StoredVerdict(
+            quality=None, style=None, reward=reward, source="feedback", rationale=comment
+        )
+
+        def work(conn: Connection) -> tuple[bool, str | None]:
+            row = _lock_one(conn, id)
+            used = row.state in OPEN and row.purpose == Purpose.SERVE
+            _keep_feedback(conn, row, verdict, comment, used=used)
+            if used:
+                _put_verdict(conn, row, verdict, S.REWARDED)
+                return True, None
+            state = S(row.state)
+            if state in (S.CLAIMED, S.TRAINED):
+                return False, f"the answer was already learned from (state {state})"
+            return False, f"the answer is not trainable ({state}: {row.reason or row.purpose})"
+
+        return self._write(work)
+
+    # ---- the learner's life with rollouts
+
+    def claim(
+        self,
+        *,
+        epoch: int,
+        limit: int,
+        order: Literal["oldest", "newest"] = "oldest",
+        current_version: int,
+        max_policy_lag: int,
+        max_claims: int,
+        run_id: str | None,
+    ) -> Listing[Rollout]:
+        """Take up to `limit` rewarded rollouts, with tokens, for the learner of `epoch`.
+
+        First sets aside what must not be learned from: made more than `max_policy_lag`
+        versions ago, by abandoned weights or in another run (stale), or already claimed
+        `max_claims` times by learners that died over it (excluded: poison). Answers to
+        clients only.
+        """
+        left = sa.select(versions.c.version).where(versions.c.abandoned == sa.true())
+
+        def work(conn: Connection) -> Listing[Rollout]:
+            _check_epoch(conn, epoch)
+            c = rollouts.c
+            ready = (c.state == S.REWARDED, c.purpose == Purpose.SERVE)
+            aside: list[tuple[sa.ColumnElement[bool], RolloutState, str]] = [
+                (current_version - c.weight_version_start > max_policy_lag, S.STALE, "policy_lag"),
+                (
+                    c.weight_version_start.in_(left) | c.weight_version_end.in_(left),
+                    S.STALE,
+                    "rolled_back",
+                ),
+                (c.num_claims >= max_claims, S.EXCLUDED, "poison"),
+            ]
+            if run_id is not None:
+                aside.append((c.run_id != run_id, S.STALE, "other_run"))
+            for condition, state, reason in aside:
+                conn.execute(
+                    rollouts.update().where(*ready, condition).values(state=state, reason=reason)
+                )
+            seqs = (
+                conn.execute(
+                    sa.select(c.seq)
+                    .where(*ready)
+                    .order_by(c.seq.desc() if order == "newest" else c.seq)
+                    .limit(limit)
+                    .with_for_update()
+                )
+                .scalars()
+                .all()
+            )
+            for part in _chunks(seqs):
+                conn.execute(
+                    rollouts.update()
+                    .where(c.seq.in_(part), c.state == S.REWARDED)
+                    .values(state=S.CLAIMED, claimed_epoch=epoch, num_claims=c.num_claims + 1)
+                )
+            return _load(conn, seqs, with_tokens=True)
+
+        return self._write(work)
+
+    def release(self, ids: Sequence[str], epoch: int) -> int:
+        """Give back rollouts claimed under `epoch`, as if they had not been claimed."""
+        c = rollouts.c
+
+        def work(conn: Connection) -> int:
+            return sum(
+                _unclaim(
+                    conn,
+                    (c.id.in_(part), c.claimed_epoch == epoch),
+                    num_claims=c.num_claims - 1,
+                )
+                for part in _chunks(ids)
+            )
+
+        return self._write(work)
+
+    def recover(self, epoch: int) -> int:
+        """Return what earlier learners left claimed to rewarded; `num_claims` stays."""
+
+        def work(conn: Connection) -> int:
+            _check_epoch(conn, epoch)
+            return _unclaim(conn, (rollouts.c.claimed_epoch < epoch,))
+
+        return self._write(work)
+
+    def finish_update(
+        self, *, epoch: int, version: WeightVersion, rollouts: Sequence[TrainedArrays]
+    ) -> None:
+        """Record the version an update made and the rollouts it was made from, together.
+
+        `rollouts` holds (id, values, advantages, importance_ratios). All must be claimed
+        under `epoch`; nothing is recorded otherwise.
+        """
+        arrays = {id: rest for id, *rest in rollouts}
+        trained_at = _now()
+
+        def work(conn: Connection) -> None:
+            _check_epoch(conn, epoch)
+            _insert_version(conn, version)
+            seqs = _seqs(conn, list(arrays))
+            for id, (values, advantages, ratios) in arrays.items():
+                seq = seqs[id]
+                c = _rollouts.c
+                changed = conn.execute(
+                    _rollouts.update()
+                    .where(c.seq == seq, c.state == S.CLAIMED, c.claimed_epoch == epoch)
+                    .values(
+                        state=S.TRAINED,
+                        trained_version=version.version,
+                        trained_at=trained_at,
+                        value_first=_first(values),
+                    )
+                ).rowcount
+                if not changed:
+                    raise StoreError(
+                        f"Rollout {id} is not claimed by learner epoch {epoch}, so the update "
+                        f"that made version {version.version} was not recorded."
+                    )
+                conn.execute(
+                    rollout_tokens.update()
+                    .where(rollout_tokens.c.seq == seq)
+                    .values(
+                        values=_pack_floats(values),
+                        advantages=_pack_floats(advantages),
+                        importance_ratios=_pack_floats(ratios),
+                    )
+                )
+
+        self._write(work)
+
+    def exclude(self, ids: Sequence[str], reason: str) -> int:
+        """Set rollouts aside for good: open or claimed ones. Returns how many changed."""
+        return self._move(ids, (*OPEN, S.CLAIMED), S.EXCLUDED, reason)
+
+    def discard(self, ids: Sequence[str], reason: str) -> int:
+        """Throw rollouts away: open or trained ones. Returns how many changed."""
+        return self._move(ids, (*OPEN, S.TRAINED), S.DISCARDED, reason)
+
+    def rewind(self, to_version: int, run_id: str | None) -> int:
+        """After a crash that lost all versions above `to_version`: their rollouts of this run
+        return to rewarded. The claim they were trained under does not count as a failed one."""
+        c = rollouts.c
+        where = [c.state == S.TRAINED, c.trained_version > to_version]
+        if run_id is not None:
+            where.append(c.run_id == run_id)
+
+        def work(conn: Connection) -> int:
+            seqs = _lock_many(conn, where)
+            for part in _chunks(seqs):
+                conn.execute(
+                    rollout_tokens.update()
+                    .where(rollout_tokens.c.seq.in_(part))
+                    .values(values=None, advantages=None, importance_ratios=None)
+                )
+                untrained = {
+                    "trained_version": None,
+                    "trained_at": None,
+                    "value_first": None,
+                    "claimed_epoch": None,
+                    "num_claims": sa.case((c.num_claims > 0, c.num_claims - 1), else_=0),
+                }
+                conn.execute(
+                    rollouts.update()
+                    .where(c.seq.in_(part), c.state == S.TRAINED)
+                    .values(
+                        state=sa.case((c.deleted_at.is_(None), S.REWARDED), else_=S.DISCARDED),
+                        reason=sa.case((c.deleted_at.is_(None), None), else_="deleted"),
+                        **untrained,
+                    )
+                )
+            return len(seqs)
+
+        return self._write(work)
+
+    def discard_after(self, to_version: int) -> int:
+        """Leave the line of weights above `to_version` (rollback).
+
+        Its versions are marked abandoned, rollouts trained into it become discarded, and
+        open ones made by it stale; claim() turns away those that arrive later.
+        """
+        c = rollouts.c
+
+        def work(conn: Connection) -> int:
+            conn.execute(
+                versions.update().where(versions.c.version > to_version).values(abandoned=True)
+            )
+            discarded = conn.execute(
+                rollouts.update()
+                .where(c.state == S.TRAINED, c.trained_version > to_version)
+                .values(state=S.DISCARDED, reason="rolled_back")
+            ).rowcount
+            stale = conn.execute(
+                rollouts.update()
+                .where(c.state.in_(OPEN), c.weight_version_end > to_version)
+                .values(state=S.STALE, reason="rolled_back")
+            ).rowcount
+            return discarded + stale
+
+        return self._write(work)
+
+    # ---- versions
+
+    def next_version(self) -> int:
+        """The number of the next version: one more than any before it, 0 at the start."""
+        newest = self._read(
+            lambda conn: conn.execute(sa.select(sa.func.max(versions.c.version))).scalar()
+        )
+        return 0 if newest is None else newest + 1
+
+    def add_version(self, version: WeightVersion) -> None:
+        """Record a version; StoreError if its number is taken."""
+        self._write(lambda conn: _insert_version(conn, version))
+
+    def set_published(self, version: int) -> None:
+        """Record that the engine serves `version` from now on; the first time stands."""
+
+        def work(conn: Connection) -> None:
+            _update_version(
+                conn,
+                version,
+                published_at=sa.func.coalesce(
+                    versions.c.published_at, sa.literal(_now(), versions.c.published_at.type)
+                ),
+            )
+
+        self._write(work)
+
+    def set_checkpoint(self, version: int, path: str | None) -> None:
+        """Record where the checkpoint of `version` lies; None once it is deleted."""
+        self._write(lambda conn: _update_version(conn, version, checkpoint=path))
+
+    def pin(self, version: int, pinned: bool = True) -> None:
+        """Keep the checkpoint of `version` whatever the retention rule says."""
+        self._write(lambda conn: _update_version(conn, version, pinned=pinned))
+
+    def versions(self, limit: int = 100, run_id: str | None = None) -> Listing[WeightVersion]:
+        """Versions, newest first."""
+        query = versions.select().order_by(versions.c.version.desc()).limit(limit)
+        if run_id is not None:
+            query = query.where(versions.c.run_id == run_id)
+        return [_version(row) for row in self._read(lambda conn: conn.execute(query).all())]
+
+    def get_version(self, version: int) -> WeightVersion:
+        """NotFoundError if there is none of that number."""
+        row = self._read(
+            lambda conn: conn.execute(
+                versions.select().where(versions.c.version == version)
+            ).one_or_none()
+        )
+        if row is None:
+            raise NotFoundError(f"There is no weight version {version}.")
+        return _version(row)
+
+    def latest_version(self) -> WeightVersion | None:
+        """The version of the highest number."""
+        newest = self.versions(limit=1)
+        return newest[0] if newest else None
+
+    # ---- preferences and events
+
+    def set_preference(self, preference: Preference, weight_version: int | None) -> Preference:
+        """Put a preference in force from now on; return it with its event's number and time."""
+        data = {
+            "style": preference.style,
+            "pool": list(preference.pool),
+            "note": preference.note,
+        }
+        return _event_preference(self.add_event("preference", data, weight_version))
+
+    def preference(self) -> Preference | None:
+        """The preference in force; None before the first."""
+        return self._read(_preference)
+
+    def preferences(self) -> Listing[Preference]:
+        """All preferences that were put in force, oldest first."""
+        query = events.select().where(events.c.kind == "preference").order_by(events.c.id)
+        rows = self._read(lambda conn: conn.execute(query).all())
+        return [_event_preference(_event(row)) for row in rows]
+
+    def add_event(
+        self, kind: str, data: dict[str, Any], weight_version: int | None = None
+    ) -> Event:
+        """Record something an operator, a guard or a part of the program did."""
+
+        def work(conn: Connection) -> Event:
+            event = Event(_take_number(conn, "events"), kind, data, _now(), weight_version)
+            conn.execute(
+                events.insert().values(
+                    id=event.id,
+                    kind=kind,
+                    data=data,
+                    created_at=event.created_at,
+                    weight_version=weight_version,
+                )
+            )
+            return event
+
+        return self._write(work)
+
+    def events(
+        self, kind: str | None = None, after_id: int | None = None, limit: int = 100
+    ) -> Listing[Event]:
+        """Events in order: the first `limit` after `after_id`, or else the newest `limit`."""
+        query = events.select().limit(limit)
+        if kind is not None:
+            query = query.where(events.c.kind == kind)
+        if after_id is not None:
+            query = query.where(events.c.id > after_id).order_by(events.c.id)
+        else:
+            query = query.order_by(events.c.id.desc())
+        found = [_event(row) for row in self._read(lambda conn: conn.execute(query).all())]
+        return found if after_id is not None else found[::-1]
+
+    # ---- counts
+
+    def counts(self, purpose: Purpose | None = None) -> dict[RolloutState, int]:
+        """How many rollouts are in each state, zeros included."""
+        c = rollouts.c
+        query = sa.select(c.state, sa.func.count()).group_by(c.state)
+        ours = query.where(c.purpose == sa.literal_column(f"'{Purpose.PRETRAINING}'"))
+
+        def work(conn: Connection) -> dict[RolloutState, int]:
+            every = dict.fromkeys(S, 0)
+            if purpose is not Purpose.PRETRAINING:
+                every |= {S(state): number for state, number in conn.execute(query)}
+            if purpose is not None:
+                sign = -1 if purpose is Purpose.SERVE else 1
+                for state, number in conn.execute(ours):
+                    every[S(state)] += sign * number
+            return every
+
+        return self._read(work)
+
+    def reason_counts(self) -> dict[tuple[RolloutState, str], int]:
+        """How many rollouts are in each state for each reason."""
+        c = rollouts.c
+        query = (
+            sa.select(c.state, c.reason, sa.func.count())
+            .where(c.reason.isnot(None))
+            .group_by(c.state, c.reason)
+        )
+        rows = self._read(lambda conn: conn.execute(query).all())
+        return {(S(state), reason): number for state, reason, number in rows}
+
+    # ---- privacy
+
+    def delete_text(self, id: str) -> None:
+        """Remove a rollout's texts, token ids, session and comments; its marks stay.
+
+        One that is not yet trained on is discarded.
+        """
+
+        def work(conn: Connection) -> None:
+            _delete_texts(conn, [_lock_one(conn, id).seq])
+
+        self._write(work)
+
+    def delete_older_than(self, days: float) -> int:
+        """delete_text for all rollouts recorded more than `days` days ago; returns how many."""
+        before = _now() - timedelta(days=days)
+        old = [rollouts.c.created_at < before, rollouts.c.deleted_at.is_(None)]
+        total = 0
+        while True:  # in parts, so that no writer waits long
+
+            def work(conn: Connection) -> int:
+                seqs = _lock_many(conn, old, limit=CHUNK)
+                _delete_texts(conn, seqs)
+                return len(seqs)
+
+            done = self._write(work)
+            total += done
+            if done < CHUNK:
+                return total
+
+    # ---- inside
+
+    def _move(
+        self, ids: Sequence[str], sources: Sequence[RolloutState], to: RolloutState, reason: str
+    ) -> int:
+        c = rollouts.c
+
+        def work(conn: Connection) -> int:
+            changed = 0
+            for part in _chunks(ids):
+                seqs = _lock_many(conn, [c.id.in_(part), c.state.in_(sources)])
+                changed += conn.execute(
+                    rollouts.update()
+                    .where(c.seq.in_(seqs), c.state.in_(sources))
+                    .values(state=to, reason=reason)
+                ).rowcount
+            return changed
+
+        return self._write(work)
+
+    def _read(self, work: Callable[[Connection], T]) -> T:
+        return self._transaction(work, write=False)
+
+    def _write(self, work: Callable[[Connection], T]) -> T:
+        return self._transaction(work, write=True)
+
+    def _transaction(self, work: Callable[[Connection], T], *, write: bool) -> T:
+        if self._pid != os.getpid():  # forked: the parent's connections are not ours
+            self._engine.dispose(close=False)
+            self._pid = os.getpid()
+        for attempt in range(1, MAX_RETRIES + 1):
+            with _store_errors(self._place):
+                try:
+                    with (
+                        self._engine.connect().execution_options(online_sao_write=write) as conn,
+                        conn.begin(),
+                    ):
+                        return work(conn)
+                except sa.exc.OperationalError as error:
+                    if attempt == MAX_RETRIES or not _is_conflict(error):
+                        raise
+            time.sleep(0.01 * attempt)
+        raise AssertionError("unreachable")
+
+    def _create_or_check(self) -> None:
+        def work(conn: Connection) -> None:
+            if conn.dialect.name == "postgresql":  # two processes may start at once
+                conn.execute(sa.select(sa.func.pg_advisory_xact_lock(0x5A0)))
+            if not sa.inspect(conn).has_table(counters.name):
+                metadata.create_all(conn)
+                conn.execute(
+                    counters.insert(),
+                    [{"name": "schema", "value": SCHEMA_VERSION}]
+                    + [{"name": name, "value": 0} for name in COUNTERS],
+                )
+            found = conn.execute(
+                sa.select(counters.c.value).where(counters.c.name == "schema")
+            ).scalar()
+            if found is None:
+                raise StoreError(
+                    f"The database at {self._place} has a table 'counters' that is not this "
+                    "program's; give the store a database of its own."
+                )
+            if found > SCHEMA_VERSION:
+                raise StoreError(
+                    f"The store at {self._place} has schema {found}, but this version of "
+                    f"online_sao knows schemas up to {SCHEMA_VERSION}; upgrade online_sao."
+                )
+
+        def known(conn: Connection) -> bool:
+            if not sa.inspect(conn).has_table(counters.name):
+                return False
+            return (
+                conn.execute(
+                    sa.select(counters.c.value).where(counters.c.name == "schema")
+                ).scalar()
+                == SCHEMA_VERSION
+            )
+
+        if not self._read(known):
+            self._write(work)
+
+
+_rollouts = rollouts  # finish_update has a parameter of that name
+
+
+# ---- engine and errors
+
+
+def _parse_url(url: str) -> sa.URL:
+    try:
+        parsed = sa.make_url(url)
+    except sa.exc.ArgumentError:
+        raise StoreError(
+            f"'{url}' is not a database URL; write sqlite:///path/to/store.sqlite or "
+            "postgresql://user:password@host/database."
+        ) from None
+    name = parsed.drivername
+    if name in ("postgres", "postgresql", "postgresql+psycopg"):
+        return parsed.set(drivername="postgresql+psycopg")
+    if name not in ("sqlite", "sqlite+pysqlite"):
+        raise StoreError(f"The store can be SQLite or PostgreSQL, not '{name}'.")
+    if not parsed.database or parsed.database == ":memory:":
+        raise StoreError(
+            "The store needs a file, as several processes share it; write "
+            "sqlite:///path/to/store.sqlite."
+        )
+    return parsed
+
+
+def _place(url: sa.URL) -> str:
+    if url.get_backend_name() == "sqlite":
+        return str(url.database)
+    return url.render_as_string(hide_password=True)
+
+
+def _make_engine(url: sa.URL) -> Engine:
+    if url.get_backend_name() != "sqlite":
+        try:
+            return sa.create_engine(url, pool_pre_ping=True)
+        except ImportError:
+            raise StoreError(
+                "PostgreSQL needs the package psycopg: pip install 'online-sao[postgres]'."
+            ) from None
+    engine = sa.create_engine(
+        url, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}, max_overflow=32
+    )
+
+    @sa.event.listens_for(engine, "connect")
+    def _connect(connection: sqlite3.Connection, _: object) -> None:
+        connection.isolation_level = None  # BEGIN is written below, so that it can be IMMEDIATE
+        _use_wal(connection)
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute("PRAGMA foreign_keys=ON")
+        connection.execute("PRAGMA secure_delete=ON")  # deleted texts are overwritten
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(conn: Connection) -> None:
+        # A writer takes the lock at once: upgrading a read later could fail without waiting.
+        write = conn.get_execution_options().get("online_sao_write", False)
+        conn.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+    return engine
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """Write-ahead log, so that readers and the writer do not wait for each other."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+                connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            # the busy timeout does not cover this switch
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+@contextmanager
+def _store_errors(place: str) -> Iterator[None]:
+    try:
+        yield
+    except StoreError:
+        raise
+    except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
+        raise StoreError(_explain(error, place)) from error
+
+
+def _explain(error: Exception, place: str) -> str:
+    cause = getattr(error, "orig", None) or error
+    text = " ".join(str(cause).split())
+    low = text.lower()
+    for sign, sentence in (
+        ("locked", "is locked by another process for too long; see which one writes to it."),
+        ("readonly", "is read-only; make the file and its folder writable."),
+        ("disk is full", "has no disk space left; free some and try again."),
+        ("no space left", "has no disk space left; free some and try again."),
+        ("disk i/o", "cannot be read or written (disk error); check disk and free space."),
+        ("unable to open", "cannot be opened; check that the path exists and is writable."),
+        ("not a database", "is not an SQLite database; choose another file."),
+        ("malformed", "is damaged; restore it from a backup or choose another file."),
+        ("queuepool limit", "is busy: all its connections are in use; try again."),
+    ):
+        if sign in low:
+            return f"The store at {place} {sentence}"
+    if isinstance(error, sa.exc.OperationalError):
+        return f"The store at {place} cannot be reached: {text}"
+    return f"The store at {place} refused a statement: {text}"
+
+
+def _is_conflict(error: sa.exc.OperationalError) -> bool:
+    return getattr(error.orig, "sqlstate", None) in ("40001", "40P01")
+
+
+# ---- pieces of transactions
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), CHUNK):
+        yield items[start : start + CHUNK]
+
+
+def _counter(conn: Connection, name: str, *, lock: bool = False) -> int:
+    query = sa.select(counters.c.value).where(counters.c.name == name)
+    return conn.execute(query.with_for_update() if lock else query).scalar_one()
+
+
+def _set_counter(conn: Connection, name: str, value: int) -> None:
+    conn.execute(counters.update().where(counters.c.name == name).values(value=value))
+
+
+def _take_number(conn: Connection, name: str) -> int:
+    value = _counter(conn, name, lock=True) + 1
+    _set_counter(conn, name, value)
+    return value
+
+
+def _check_epoch(conn: Connection, epoch: int) -> None:
+    """Learners' writes pass here one at a time, and only the newest learner's."""
+    newest = _counter(conn, "epoch", lock=True)
+    if epoch < newest:
+        raise FencedError(
+            f"Learner epoch {epoch} was replaced by epoch {newest}; this learner must stop."
+        )
+    if epoch > newest:
+        raise StoreError(f"Epoch {epoch} was never given out; call new_epoch() first.")
+
+
+def _seqs(conn: Connection, ids: Sequence[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for part in _chunks(ids):
+        rows = conn.execute(sa.select(rollouts.c.id, rollouts.c.seq).where(rollouts.c.id.in_(part)))
+        found |= dict(rows.tuples().all())
+    for id in ids:
+        if id not in found:
+            raise NotFoundError(f"There is no rollout '{id}'.")
+    return found
+
+
+def _lock_one(conn: Connection, id: str) -> sa.Row[Any]:
+    row = conn.execute(rollouts.select().where(rollouts.c.id == id).with_for_update()).one_or_none()
+    if row is None:
+        raise NotFoundError(f"There is no rollout '{id}'.")
+    return row
+
+
+def _lock_many(
+    conn: Connection, where: Sequence[sa.ColumnElement[bool]], limit: int | None = None
+) -> list[int]:
+    """Rows always locked in the order of `seq`, so that writers do not wait in a circle."""
+    query = sa.select(rollouts.c.seq).where(*where).order_by(rollouts.c.seq).limit(limit)
+    return list(conn.execute(query.with_for_update()).scalars())
+
+
+def _update_one(conn: Connection, row: sa.Row[Any], **columns: Any) -> None:
+    """Change a row that is locked; it must still be in the state that was read."""
+    changed = conn.execute(
+        rollouts.update()
+        .where(rollouts.c.seq == row.seq, rollouts.c.state == row.state)
+        .values(**columns)
+    ).rowcount
+    if not changed:
+        raise StoreError(f"Rollout {row.id} was changed by another process; try again.")
+
+
+def _put_verdict(
+    conn: Connection, row: sa.Row[Any], verdict: StoredVerdict, state: RolloutState
+) -> None:
+    _update_one(
+        conn,
+        row,
+        state=state,
+        reason=None if state == S.REWARDED else row.reason,
+        judge_state=JudgeState.SCORED,
+        reward=verdict.reward,
+        quality=verdict.quality,
+        style_match=verdict.style,
+        reward_source=verdict.source,
+        detected_style=verdict.detected_style,
+    )
+    texts = _verdict_texts(verdict)
+    if row.deleted_at is not None:
+        texts |= {"rationale": None, "judge_raw": None}
+    conn.execute(rollout_details.update().where(rollout_details.c.seq == row.seq).values(**texts))
+
+
+def _keep_feedback(
+    conn: Connection, row: sa.Row[Any], verdict: StoredVerdict, comment: str | None, *, used: bool
+) -> None:
+    conn.execute(
+        feedback.insert().values(
+            seq=row.seq,
+            source=verdict.source,
+            reward=verdict.reward,
+            quality=verdict.quality,
+            style_match=verdict.style,
+            comment=comment if row.deleted_at is None else None,
+            used=used,
+            created_at=_now(),
+        )
+    )
+
+
+def _unclaim(conn: Connection, where: Sequence[sa.ColumnElement[bool]], **columns: Any) -> int:
+    """claimed -> rewarded; one whose tokens were deleted meanwhile is discarded."""
+    c = rollouts.c
+    return conn.execute(
+        rollouts.update()
+        .where(c.state == S.CLAIMED, *where)
+        .values(
+            state=sa.case((c.deleted_at.is_(None), S.REWARDED), else_=S.DISCARDED),
+            reason=sa.case((c.deleted_at.is_(None), None), else_="deleted"),
+            claimed_epoch=None,
+            **columns,
+        )
+    ).rowcount
+
+
+def _delete_texts(conn: Connection, seqs: Sequence[int]) -> None:
+    c = rollouts.c
+    is_open = c.state.in_(OPEN)
+    waiting = c.judge_state == JudgeState.WAITING
+    for part in _chunks(seqs):
+        conn.execute(
+            rollouts.update()
+            .where(c.seq.in_(part))
+            .values(
+                state=sa.case((is_open, S.DISCARDED), else_=c.state),
+                reason=sa.case((is_open, "deleted"), else_=c.reason),
+                judge_state=sa.case((waiting, JudgeState.SKIPPED), else_=c.judge_state),
+                session_id=None,
+                deleted_at=_now(),
+            )
+        )
+        conn.execute(
+            rollout_details.update()
+            .where(rollout_details.c.seq.in_(part))
+            .values(
+                messages=None,
+                answer="",
+                client_metadata={},
+                rationale=None,
+                judge_raw=None,
+            )
+        )
+        conn.execute(rollout_tokens.delete().where(rollout_tokens.c.seq.in_(part)))
+        conn.execute(feedback.update().where(feedback.c.seq.in_(part)).values(comment=None))
+
+
+def _insert_version(conn: Connection, version: WeightVersion) -> None:
+    taken = conn.execute(
+        sa.select(versions.c.version).where(versions.c.version == version.version)
+    ).scalar()
+    if taken is not None:
+        raise StoreError(f"Weight version {version.version} exists; numbers are never used twice.")
+    conn.execute(
+        versions.insert().values(
+            version=version.version,
+            parent=version.parent,
+            run_id=version.run_id,
+            kind=version.kind,
+            metrics=version.metrics,
+            created_at=version.created_at or _now(),
+            published_at=version.published_at,
+            checkpoint=version.checkpoint,
+            pinned=version.pinned,
+            abandoned=False,
+        )
+    )
+
+
+def _update_version(conn: Connection, version: int, **columns: Any) -> None:
+    changed = conn.execute(
+        versions.update().where(versions.c.version == version).values(**columns)
+    ).rowcount
+    if not changed:
+        raise NotFoundError(f"There is no weight version {version}.")
+
+
+def _preference(conn: Connection) -> Preference | None:
+    row = conn.execute(
+        events.select().where(events.c.kind == "preference").order_by(events.c.id.desc()).limit(1)
+    ).one_or_none()
+    return _event_preference(_event(row)) if row else None
+
+
+# ---- checks on what comes in
+
+
+def _check_new(rollout: Rollout) -> None:
+    if rollout.state not in ADDABLE:
+        raise StoreError(
+            f"A new rollout cannot be {rollout.state}; it may be {', '.join(ADDABLE)}."
+        )
+    if rollout.verdict is not None:
+        _check_reward(rollout.verdict.reward)
+        if rollout.state in (S.PENDING, S.UNSCORED):
+            raise StoreError(f"A rollout with a verdict is rewarded, not {rollout.state}.")
+    elif rollout.state == S.REWARDED:
+        raise StoreError("A rewarded rollout needs its verdict.")
+    tokens, logprobs = len(rollout.token_ids), len(rollout.behavior_logprobs)
+    if rollout.state != S.EXCLUDED and tokens != logprobs:
+        raise StoreError(
+            f"Rollout {rollout.id} has {tokens} tokens but {logprobs} behavior log-probs; "
+            "record it as excluded."
+        )
+
+
+def _check_reward(reward: float) -> None:
+    if not (math.isfinite(reward) and 0 <= reward <= 1):
+        raise StoreError(f"A reward is a number from 0 to 1, not {reward}.")
+
+
+# ---- records to rows and back
+
+
+def _pack_ints(array: Any) -> bytes:
+    return np.asarray(array, dtype="<i4").tobytes()
+
+
+def _pack_floats(array: Any) -> bytes | None:
+    return None if array is None else np.asarray(array, dtype="<f4").tobytes()
+
+
+def _unpack_ints(data: bytes | None) -> IntArray:
+    return np.frombuffer(data or b"", dtype="<i4").astype(np.int32)
+
+
+def _unpack_floats(data: bytes | None) -> FloatArray:
+    return np.frombuffer(data or b"", dtype="<f4").astype(np.float32)
+
+
+def _maybe_floats(data: bytes | None) -> FloatArray | None:
+    return None if data is None else _unpack_floats(data)
+
+
+def _first(values: FloatArray | None) -> float | None:
+    if values is None or len(values) == 0 or not math.isfinite(values[0]):
+        return None
+    return float(values[0])
+
+
+def _short_columns(rollout: Rollout) -> dict[str, Any]:
+    verdict, preference = rollout.verdict, rollout.preference
+    judge_state = rollout.judge_state
+    if verdict is not None:
+        judge_state = JudgeState.SCORED
+    elif rollout.state == S.UNSCORED:
+        judge_state = JudgeState.UNSCORED
+    return {
+        "seq": rollout.seq,
+        "id": rollout.id,
+        "response_id": rollout.response_id,
+        "choice": rollout.choice,
+        "created_at": rollout.created_at,
+        "run_id": rollout.run_id,
+        "state": rollout.state,
+        "reason": rollout.reason,
+        "judge_state": judge_state,
+        "purpose": rollout.purpose,
+        "session_id": rollout.session_id,
+        "style": preference.style if preference else None,
+        "preference_id": preference.event_id if preference else 0,
+        "temperature": rollout.temperature,
+        "finish_reason": rollout.finish_reason,
+        "latency_s": rollout.latency_s,
+        "weight_version_start": rollout.weight_version_start,
+        "weight_version_end": rollout.weight_version_end,
+        "num_prompt_tokens": len(rollout.prompt_token_ids),
+        "num_action_tokens": len(rollout.token_ids),
+        "reward": verdict.reward if verdict else None,
+        "quality": verdict.quality if verdict else None,
+        "style_match": verdict.style if verdict else None,
+        "reward_source": verdict.source if verdict else None,
+        "detected_style": verdict.detected_style if verdict else None,
+        "num_claims": 0,
+    }
+
+
+def _detail_columns(rollout: Rollout) -> dict[str, Any]:
+    preference = rollout.preference
+    return {
+        "seq": rollout.seq,
+        "messages": rollout.messages,
+        "answer": rollout.answer,
+        "client_metadata": rollout.metadata,
+        "preference": None
+        if preference is None
+        else {
+            "style": preference.style,
+            "pool": list(preference.pool),
+            "note": preference.note,
+            "event_id": preference.event_id,
+            "created_at": preference.created_at.isoformat() if preference.created_at else None,
+            "weight_version": preference.weight_version,
+        },
+        "weight_spans": _pack_ints(
+            [(span.version, span.start, span.end) for span in rollout.weight_spans]
+        ),
+        **_verdict_texts(rollout.verdict),
+    }
+
+
+def _verdict_texts(verdict: StoredVerdict | None) -> dict[str, Any]:
+    return {
+        "rationale": verdict.rationale if verdict else None,
+        "judge_model": verdict.model if verdict else None,
+        "judge_latency_s": verdict.latency_s if verdict else None,
+        "judge_cost": verdict.cost if verdict else None,
+        "judge_raw": verdict.raw if verdict else None,
+    }
+
+
+def _token_columns(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "seq": rollout.seq,
+        "prompt_token_ids": _pack_ints(rollout.prompt_token_ids),
+        "token_ids": _pack_ints(rollout.token_ids),
+        "behavior_logprobs": _pack_floats(rollout.behavior_logprobs),
+    }
+
+
+def _load(conn: Connection, seqs: Sequence[int], *, with_tokens: bool) -> list[Rollout]:
+    """The rollouts of `seqs`, in that order."""
+    source = rollouts.join(rollout_details)
+    columns = [*rollouts.c, *(c for c in rollout_details.c if c.name != "seq")]
+    if with_tokens:
+        source = source.outerjoin(rollout_tokens, rollout_tokens.c.seq == rollouts.c.seq)
+        columns += [c for c in rollout_tokens.c if c.name != "seq"]
+    query = sa.select(*columns).select_from(source)
+    found: dict[int, Rollout] = {}
+    for part in _chunks(seqs):
+        for row in conn.execute(query.where(rollouts.c.seq.in_(part))).mappings():
+            found[row["seq"]] = _rollout(row, with_tokens)
+    return [found[seq] for seq in seqs]
+
+
+def _rollout(row: Any, with_tokens: bool) -> Rollout:
+    tokens: Any = row if with_tokens else {}
+    spans = _unpack_ints(row["weight_spans"]).reshape(-1, 3).tolist()
+    return Rollout(
+        id=row["id"],
+        response_id=row["response_id"],
+        choice=row["choice"],
+        prompt_token_ids=_unpack_ints(tokens.get("prompt_token_ids")),
+        token_ids=_unpack_ints(tokens.get("token_ids")),
+        behavior_logprobs=_unpack_floats(tokens.get("behavior_logprobs")),
+        weight_spans=tuple(WeightSpan(*span) for span in spans),
+        temperature=row["temperature"],
+        messages=row["messages"],
+        answer=row["answer"],
+        finish_reason=row["finish_reason"],
+        state=S(row["state"]),
+        reason=row["reason"],
+        judge_state=JudgeState(row["judge_state"]),
+        purpose=Purpose(row["purpose"]),
+        session_id=row["session_id"],
+        run_id=row["run_id"],
+        preference=_kept_preference(row["preference"]),
+        verdict=None
+        if row["reward"] is None
+        else StoredVerdict(
+            quality=row["quality"],
+            style=row["style_match"],
+            reward=row["reward"],
+            source=row["reward_source"],
+            detected_style=row["detected_style"],
+            rationale=row["rationale"],
+            model=row["judge_model"],
+            latency_s=row["judge_latency_s"],
+            cost=row["judge_cost"],
+            raw=row["judge_raw"],
+        ),
+        metadata=row["client_metadata"],
+        latency_s=row["latency_s"],
+        seq=row["seq"],
+        created_at=row["created_at"],
+        trained_version=row["trained_version"],
+        num_claims=row["num_claims"],
+        values=_maybe_floats(tokens.get("values")),
+        advantages=_maybe_floats(tokens.get("advantages")),
+        importance_ratios=_maybe_floats(tokens.get("importance_ratios")),
+    )
+
+
+def _kept_preference(data: dict[str, Any] | None) -> Preference | None:
+    if data is None:
+        return None
+    at = data["created_at"]
+    return Preference(
+        style=data["style"],
+        pool=tuple(data["pool"]),
+        note=data["note"],
+        event_id=data["event_id"],
+        created_at=datetime.fromisoformat(at) if at else None,
+        weight_version=data["weight_version"],
+    )
+
+
+def _event_preference(event: Event) -> Preference:
+    return Preference(
+        style=event.data["style"],
+        pool=tuple(event.data["pool"]),
+        note=event.data["note"],
+        event_id=event.id,
+        created_at=event.created_at,
+        weight_version=event.weight_version,
+    )
+
+
+def _event(row: sa.Row[Any]) -> Event:
+    return Event(
+        id=row.id,
+        kind=row.kind,
+        data=row.data,
+        created_at=row.created_at,
+        weight_version=row.weight_version,
+    )
+
+
+def _version(row: sa.Row[Any]) -> WeightVersion:
+    return WeightVersion(
+        version=row.version,
+        parent=row.parent,
+        run_id=row.run_id,
+        kind=row.kind,
+        metrics=row.metrics,
+        created_at=row.created_at,
+        published_at=row.published_at,
+        checkpoint=row.checkpoint,
+        pinned=row.pinned,
+    )
+
+
+def _run(row: sa.Row[Any]) -> Run:
+    return Run(
+        id=row.id,
+        preset=row.preset,
+        seed=row.seed,
+        model=row.model,
+        model_hash=row.model_hash,
+        config=row.config,
+        created_at=row.created_at,
+    )
