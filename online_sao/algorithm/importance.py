@@ -58,11 +58,11 @@ def k3_kl(log_ratio: Tensor, action_mask: Tensor) -> Tensor:
     """Mean over the mask of exp(d) − 1 − d: an estimate of KL(behavior ‖ policy) per token.
 
     Never negative, and unbiased for tokens drawn from the behavior policy. Scalar float32,
-    0 for an empty mask. The exponent is bounded as in `importance_ratio`.
+    0 for an empty mask. d is bounded as in `importance_ratio`.
     """
-    d = log_ratio.detach().double()[action_mask]
-    # Below 1e-8 the rounding of expm1 is larger than the result, and may have either sign.
-    per_token = (d.clamp(max=MAX_LOG_RATIO).expm1() - d).clamp(min=0)
+    d = log_ratio.detach().double()[action_mask].clamp(max=MAX_LOG_RATIO)
+    # For |d| < 1e-8 the rounding of expm1 is larger than the result, and may have either sign.
+    per_token = (d.expm1() - d).clamp(min=0)
     return (per_token.sum() / max(d.numel(), 1)).float()
 
 
