@@ -53,8 +53,8 @@ class PerPromptRunningMean:
         return statistics.fmean(rewards) if rewards else None
 
     def observe(self, key: str, reward: float) -> None:
-        rewards = self._rewards.setdefault(key, deque(maxlen=self._window))
-        rewards.append(_finite("reward", reward))
+        reward = _finite("reward", reward)
+        self._rewards.setdefault(key, deque(maxlen=self._window)).append(reward)
         _keep_newest(self._rewards, key, self._max_prompts)
 
     def state_dict(self) -> dict[str, Any]:
