@@ -61,6 +61,7 @@ from online_sao.types import (
 )
 
 BUSY_TIMEOUT_S = 10.0  # how long a writer waits for another process before it gives up
+EMPTY_LOG_WAIT_MS = 200  # how long a deletion waits for readers of the log
 CHUNK = 500  # ids named in one statement; databases bound the number of parameters
 MAX_RETRIES = 3  # PostgreSQL may choose a transaction as the victim of a deadlock
 
@@ -76,12 +77,12 @@ TrainedArrays = tuple[str, FloatArray | None, FloatArray | None, FloatArray | No
 class RolloutStore:
     def __init__(self, url: str) -> None:
         """Open the database at `url` (SQLAlchemy form); create its tables if there are none."""
-        self.url = url
         self._pid = os.getpid()
         self._parsed = _parse_url(url)
         self._place = _place(self._parsed)
+        self.url = self._parsed.render_as_string(hide_password=False)
         if self._parsed.get_backend_name() == "sqlite":
-            folder = Path(str(self._parsed.database)).expanduser().absolute().parent
+            folder = Path(self._place).parent
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -694,6 +695,7 @@ class RolloutStore:
             _delete_texts(conn, [_lock_one(conn, id).seq])
 
         self._write(work)
+        self._empty_log()
 
     def delete_older_than(self, days: float) -> int:
         """delete_text for all rollouts recorded more than `days` days ago; returns how many."""
@@ -710,7 +712,10 @@ class RolloutStore:
             done = self._write(work)
             total += done
             if done < CHUNK:
-                return total
+                break
+        if total:
+            self._empty_log()
+        return total
 
     # ---- inside
 
@@ -731,6 +736,20 @@ class RolloutStore:
             return changed
 
         return self._write(work)
+
+    def _empty_log(self) -> None:
+        """SQLite: take deleted text out of the write-ahead log too, unless others are busy
+        there; then it goes with the next deletion or when the last process closes the store."""
+        if self._parsed.get_backend_name() != "sqlite":
+            return
+        with _store_errors(self._place):
+            connection = self._engine.raw_connection()
+            try:
+                connection.execute(f"PRAGMA busy_timeout={EMPTY_LOG_WAIT_MS}")  # type: ignore[attr-defined]
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # type: ignore[attr-defined]
+                connection.execute(f"PRAGMA busy_timeout={int(BUSY_TIMEOUT_S * 1000)}")  # type: ignore[attr-defined]
+            finally:
+                connection.close()
 
     def _read(self, work: Callable[[Connection], T]) -> T:
         return self._transaction(work, write=False)
@@ -819,7 +838,7 @@ def _parse_url(url: str) -> sa.URL:
             "The store needs a file, as several processes share it; write "
             "sqlite:///path/to/store.sqlite."
         )
-    return parsed
+    return parsed.set(database=str(Path(parsed.database).expanduser().absolute()))
 
 
 def _place(url: sa.URL) -> str:
@@ -950,7 +969,7 @@ def _seqs(conn: Connection, ids: Sequence[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in _chunks(ids):
         rows = conn.execute(sa.select(rollouts.c.id, rollouts.c.seq).where(rollouts.c.id.in_(part)))
-        found |= dict(rows.tuples().all())
+        found.update((row.id, row.seq) for row in rows)
     for id in ids:
         if id not in found:
             raise NotFoundError(f"There is no rollout '{id}'.")
