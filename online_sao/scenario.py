@@ -20,6 +20,7 @@ import json
 import math
 import random
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -492,6 +493,7 @@ def summarize(
                 "rollouts": len(mine),
                 "planned": phase.rollouts,
                 "unscored": len(mine) - len(rewards),
+                "states": dict(sorted(Counter(row["state"] for row in mine).items())),
                 "mean_reward": _mean(rewards),
                 "last_mean": _mean(rewards[-window:]),
                 "rollouts_to_mark": rollouts_to_mark(rewards, window, mark),
