@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from online_sao.config import Config
 from online_sao.errors import ConfigError, ScenarioError
-from online_sao.writing import build_messages, load_topics, topic_stream
+from online_sao.writing import Topics, build_messages, load_topics, topic_stream
 
 __all__ = [
     "Audience",
@@ -274,7 +274,8 @@ def prompt_stream(
         style, audience = _wanted(phase, position, rng)
         delay = scenario.delay
         yield _request(
-            scenario,
+            phase,
+            topics,
             phase_index,
             position,
             topic,
@@ -310,7 +311,7 @@ def heldout_requests(
         # Not the phase, but its pool: phases that offer the same choice get the same prompts.
         key = f"heldout/{seed}/{'-'.join(sorted(phase.pool))}/{number}"
         requests.append(
-            _request(scenario, phase_index, number, topic, key, style, audience, delay=0)
+            _request(phase, topics, phase_index, number, topic, key, style, audience, delay=0)
         )
     return requests
 
@@ -335,7 +336,8 @@ def _drift(phase: Phase, position: int | None) -> float:
 
 
 def _request(
-    scenario: Scenario,
+    phase: Phase,
+    topics: Topics,
     phase_index: int,
     position: int,
     topic: str,
@@ -344,8 +346,6 @@ def _request(
     audience: Audience | None,
     delay: int,
 ) -> Request:
-    phase = scenario.phases[phase_index]
-    topics = load_topics(scenario.topics)
     messages = build_messages(topic, phase.pool, key, topics=topics)
     if audience:
         system = messages[0]
@@ -682,6 +682,10 @@ def _from_csv(stream: Iterable[str], columns: Mapping[str, type]) -> list[Row]:
     return rows
 
 
+def _markdown_cell(value: Any) -> str:
+    return "" if value is None else " ".join(str(value).split()).replace("|", "\\|")
+
+
 SHOWN_ANSWERS = 12
 """Held-out answers per phase in answers.md: enough to see what was learned and gamed."""
 
@@ -709,8 +713,8 @@ def _answers(scenario: Scenario, heldout: Sequence[Row], preset: str) -> str:
                 row["detected_style"],
                 _cell(row["quality"]),
                 _cell(row["reward"]),
-                " ".join((row["answer"] or "").split()).replace("|", "\\|"),
+                row["answer"],
             )
-            lines.append("| " + " | ".join("" if c is None else str(c) for c in cells) + " |")
+            lines.append("| " + " | ".join(map(_markdown_cell, cells)) + " |")
         lines.append("")
     return "\n".join(lines)
