@@ -18,10 +18,8 @@ from __future__ import annotations
 import heapq
 import math
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,9 +27,11 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import sqlalchemy as sa
-from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine import Connection
 
 from online_sao.errors import FencedError, NotFoundError, StoreError
+from online_sao.store import database
+from online_sao.store.database import is_conflict, make_engine, parse_url, place_of, store_errors
 from online_sao.store.models import (
     COUNTERS,
     SCHEMA_VERSION,
@@ -60,7 +60,6 @@ from online_sao.types import (
     WeightVersion,
 )
 
-BUSY_TIMEOUT_S = 10.0  # how long a writer waits for another process before it gives up
 EMPTY_LOG_WAIT_MS = 200  # how long a deletion waits for readers of the log
 CHUNK = 500  # ids named in one statement; databases bound the number of parameters
 MAX_RETRIES = 3  # PostgreSQL may choose a transaction as the victim of a deadlock
@@ -78,8 +77,8 @@ class RolloutStore:
     def __init__(self, url: str) -> None:
         """Open the database at `url` (SQLAlchemy form); create its tables if there are none."""
         self._pid = os.getpid()
-        self._parsed = _parse_url(url)
-        self._place = _place(self._parsed)
+        self._parsed = parse_url(url)
+        self._place = place_of(self._parsed)
         self.url = self._parsed.render_as_string(hide_password=False)
         if self._parsed.get_backend_name() == "sqlite":
             folder = Path(self._place).parent
@@ -89,7 +88,7 @@ class RolloutStore:
                 raise StoreError(
                     f"The folder {folder} of the store cannot be made: {error.strerror}."
                 ) from None
-        self._engine = _make_engine(self._parsed)
+        self._engine = make_engine(self._parsed)
         try:
             self._create_or_check()
         except BaseException:
@@ -742,12 +741,12 @@ class RolloutStore:
         there; then it goes with the next deletion or when the last process closes the store."""
         if self._parsed.get_backend_name() != "sqlite":
             return
-        with _store_errors(self._place):
+        with store_errors(self._place):
             connection = self._engine.raw_connection()
             try:
                 connection.execute(f"PRAGMA busy_timeout={EMPTY_LOG_WAIT_MS}")  # type: ignore[attr-defined]
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # type: ignore[attr-defined]
-                connection.execute(f"PRAGMA busy_timeout={int(BUSY_TIMEOUT_S * 1000)}")  # type: ignore[attr-defined]
+                connection.execute(f"PRAGMA busy_timeout={int(database.BUSY_TIMEOUT_S * 1000)}")  # type: ignore[attr-defined]
             finally:
                 connection.close()
 
@@ -762,7 +761,7 @@ class RolloutStore:
             self._engine.dispose(close=False)
             self._pid = os.getpid()
         for attempt in range(1, MAX_RETRIES + 1):
-            with _store_errors(self._place):
+            with store_errors(self._place):
                 try:
                     with (
                         self._engine.connect().execution_options(online_sao_write=write) as conn,
@@ -770,7 +769,7 @@ class RolloutStore:
                     ):
                         return work(conn)
                 except sa.exc.OperationalError as error:
-                    if attempt == MAX_RETRIES or not _is_conflict(error):
+                    if attempt == MAX_RETRIES or not is_conflict(error):
                         raise
             time.sleep(0.01 * attempt)
         raise AssertionError("unreachable")
@@ -815,116 +814,6 @@ class RolloutStore:
 
 
 _rollouts = rollouts  # finish_update has a parameter of that name
-
-
-# ---- engine and errors
-
-
-def _parse_url(url: str) -> sa.URL:
-    try:
-        parsed = sa.make_url(url)
-    except sa.exc.ArgumentError:
-        raise StoreError(
-            f"'{url}' is not a database URL; write sqlite:///path/to/store.sqlite or "
-            "postgresql://user:password@host/database."
-        ) from None
-    name = parsed.drivername
-    if name in ("postgres", "postgresql", "postgresql+psycopg"):
-        return parsed.set(drivername="postgresql+psycopg")
-    if name not in ("sqlite", "sqlite+pysqlite"):
-        raise StoreError(f"The store can be SQLite or PostgreSQL, not '{name}'.")
-    if not parsed.database or parsed.database == ":memory:":
-        raise StoreError(
-            "The store needs a file, as several processes share it; write "
-            "sqlite:///path/to/store.sqlite."
-        )
-    return parsed.set(database=str(Path(parsed.database).expanduser().absolute()))
-
-
-def _place(url: sa.URL) -> str:
-    if url.get_backend_name() == "sqlite":
-        return str(url.database)
-    return url.render_as_string(hide_password=True)
-
-
-def _make_engine(url: sa.URL) -> Engine:
-    if url.get_backend_name() != "sqlite":
-        try:
-            return sa.create_engine(url, pool_pre_ping=True)
-        except ImportError:
-            raise StoreError(
-                "PostgreSQL needs the package psycopg: pip install 'online-sao[postgres]'."
-            ) from None
-    engine = sa.create_engine(
-        url, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}, max_overflow=32
-    )
-
-    @sa.event.listens_for(engine, "connect")
-    def _connect(connection: sqlite3.Connection, _: object) -> None:
-        connection.isolation_level = None  # BEGIN is written below, so that it can be IMMEDIATE
-        _use_wal(connection)
-        connection.execute("PRAGMA synchronous=NORMAL")
-        connection.execute("PRAGMA foreign_keys=ON")
-        connection.execute("PRAGMA secure_delete=ON")  # deleted texts are overwritten
-
-    @sa.event.listens_for(engine, "begin")
-    def _begin(conn: Connection) -> None:
-        # A writer takes the lock at once: upgrading a read later could fail without waiting.
-        write = conn.get_execution_options().get("online_sao_write", False)
-        conn.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
-
-    return engine
-
-
-def _use_wal(connection: sqlite3.Connection) -> None:
-    """Write-ahead log, so that readers and the writer do not wait for each other."""
-    deadline = time.monotonic() + BUSY_TIMEOUT_S
-    while True:
-        try:
-            if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
-                connection.execute("PRAGMA journal_mode=WAL")
-            return
-        except sqlite3.OperationalError as error:
-            # the busy timeout does not cover this switch
-            if "locked" not in str(error) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-
-
-@contextmanager
-def _store_errors(place: str) -> Iterator[None]:
-    try:
-        yield
-    except StoreError:
-        raise
-    except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
-        raise StoreError(_explain(error, place)) from error
-
-
-def _explain(error: Exception, place: str) -> str:
-    cause = getattr(error, "orig", None) or error
-    text = " ".join(str(cause).split())
-    low = text.lower()
-    for sign, sentence in (
-        ("locked", "is locked by another process for too long; see which one writes to it."),
-        ("readonly", "is read-only; make the file and its folder writable."),
-        ("disk is full", "has no disk space left; free some and try again."),
-        ("no space left", "has no disk space left; free some and try again."),
-        ("disk i/o", "cannot be read or written (disk error); check disk and free space."),
-        ("unable to open", "cannot be opened; check that the path exists and is writable."),
-        ("not a database", "is not an SQLite database; choose another file."),
-        ("malformed", "is damaged; restore it from a backup or choose another file."),
-        ("queuepool limit", "is busy: all its connections are in use; try again."),
-    ):
-        if sign in low:
-            return f"The store at {place} {sentence}"
-    if isinstance(error, sa.exc.OperationalError):
-        return f"The store at {place} cannot be reached: {text}"
-    return f"The store at {place} refused a statement: {text}"
-
-
-def _is_conflict(error: sa.exc.OperationalError) -> bool:
-    return getattr(error.orig, "sqlstate", None) in ("40001", "40P01")
 
 
 # ---- pieces of transactions

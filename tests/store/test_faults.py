@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 
 from online_sao.errors import StoreError
-from online_sao.store import RolloutStore, models
+from online_sao.store import RolloutStore, database, models
 from online_sao.store import store as store_module
 
 FORK = multiprocessing.get_context("fork")
@@ -153,7 +153,7 @@ def test_no_space_left(sqlite_url, kit):
 
 
 def test_a_writer_that_blocks_for_too_long(sqlite_url, kit, monkeypatch):
-    monkeypatch.setattr(store_module, "BUSY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.2)
     with RolloutStore(sqlite_url) as store:
         other = sqlite3.connect(sa.make_url(sqlite_url).database, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
