@@ -1,0 +1,195 @@
+"""Save and resume a learner: both models, both optimisers, random state, what it remembers.
+
+A checkpoint is a folder `v{version}` with safetensors files and a `state.json` that names
+every file with its size and checksum. It is written beside its place, synced and renamed, so
+it is either whole or not there; what a crash left half-written is ignored and removed.
+No pickle is read or written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from online_sao.errors import CheckpointError
+from online_sao.learner.learner import Learner
+
+FORMAT = 1
+STATE_FILE = "state.json"
+FREE_SPACE_FACTOR = 1.2  # refuse to start writing unless this much of the need is free
+
+
+def save_checkpoint(folder: Path, learner: Learner, version: int, run_id: str) -> Path:
+    """Write `folder/v{version}`; return it. Raises CheckpointError, leaving nothing behind."""
+    target = folder / f"v{version}"
+    partial = folder / f".v{version}.partial"
+    files = _tensor_files(learner)
+    need = sum(t.numel() * t.element_size() for ts in files.values() for t in ts.values())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if free < need * FREE_SPACE_FACTOR:
+            raise CheckpointError(
+                f"A checkpoint needs {need / 2**30:.1f} GiB and {folder} has "
+                f"{free / 2**30:.1f} GiB free; learning goes on without it. Free some space or "
+                "lower learner.checkpoint_keep."
+            )
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        listed = {name: _write_tensors(partial / name, ts) for name, ts in files.items()}
+        state = {
+            "format": FORMAT,
+            "version": version,
+            "run_id": run_id,
+            "files": listed,
+            "learner": learner.state_dict(),
+            "torch_rng": torch.get_rng_state().tolist(),
+        }
+        _write_synced(partial / STATE_FILE, json.dumps(state).encode())
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(partial, target)
+        _sync_folder(folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"The checkpoint of version {version} cannot be written: {error.strerror}."
+        ) from None
+    return target
+
+
+def load_checkpoint(path: Path, learner: Learner) -> int:
+    """Put a checkpoint into `learner`; return its version.
+
+    Raises CheckpointError when it is missing, damaged, cut short, or of another model; then
+    the learner is unchanged.
+    """
+    state = read_state(path)
+    tensors = {name: _read_tensors(path / name, entry) for name, entry in state["files"].items()}
+    expected = {name: sorted(ts) for name, ts in _tensor_files(learner).items() if "opt" not in name}
+    found = {name: sorted(ts) for name, ts in tensors.items() if "opt" not in name}
+    if expected != found:
+        raise CheckpointError(f"The checkpoint {path} is of another model or preset.")
+    try:
+        for name, shapes in _shapes(learner).items():
+            for key, shape in shapes.items():
+                if tuple(tensors[name][key].shape) != shape:
+                    raise CheckpointError(f"The checkpoint {path} is of another model ({key}).")
+        learner.policy.parameters.load_masters(tensors["policy.safetensors"])
+        learner.policy.parameters.load_optimizer_tensors(tensors["policy_optimizer.safetensors"])
+        if learner.critic is not None:
+            learner.critic.parameters.load_masters(tensors["critic.safetensors"])
+            learner.critic.parameters.load_optimizer_tensors(
+                tensors["critic_optimizer.safetensors"]
+            )
+        learner.load_state_dict(state["learner"])
+    except KeyError as error:
+        raise CheckpointError(f"The checkpoint {path} lacks {error}.") from None
+    torch.set_rng_state(torch.tensor(state["torch_rng"], dtype=torch.uint8))
+    return int(state["version"])
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint. Raises CheckpointError."""
+    try:
+        state = json.loads((path / STATE_FILE).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {STATE_FILE}.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"The checkpoint {path} cannot be read: {error}.") from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"The checkpoint {path} has a format that this program cannot read.")
+    return state
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(version, path) of the checkpoints in `folder`, newest first; not verified."""
+    found = []
+    for path in folder.glob("v*"):
+        number = path.name.removeprefix("v")
+        if number.isdigit() and (path / STATE_FILE).is_file():
+            found.append((int(number), path))
+    return sorted(found, reverse=True)
+
+
+def prune_checkpoints(folder: Path, keep: int, pinned: set[int]) -> list[int]:
+    """Remove all but the newest `keep` and the `pinned`; return the versions removed."""
+    removed = []
+    for version, path in list_checkpoints(folder)[keep:]:
+        if version not in pinned:
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(version)
+    for partial in folder.glob(".v*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+    return removed
+
+
+def _tensor_files(learner: Learner) -> dict[str, dict[str, Tensor]]:
+    files = {
+        "policy.safetensors": learner.policy.parameters.masters(),
+        "policy_optimizer.safetensors": learner.policy.parameters.optimizer_tensors(),
+    }
+    if learner.critic is not None:
+        files["critic.safetensors"] = learner.critic.parameters.masters()
+        files["critic_optimizer.safetensors"] = learner.critic.parameters.optimizer_tensors()
+    return files
+
+
+def _shapes(learner: Learner) -> dict[str, dict[str, tuple[int, ...]]]:
+    return {
+        name: {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        for name, tensors in _tensor_files(learner).items()
+        if "opt" not in name
+    }
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+    return {"size": path.stat().st_size, "checksum": _checksum(path)}
+
+
+def _read_tensors(path: Path, entry: dict[str, int]) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    try:
+        size, checksum = path.stat().st_size, None
+        if size == entry["size"]:
+            checksum = _checksum(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    if checksum != entry["checksum"]:
+        raise CheckpointError(f"{path} is damaged: its size or checksum is not the recorded one.")
+    return load_file(path)
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,359 @@
+"""One update of SAO, top to bottom (paper: arXiv 2607.07508; decisions: docs/algorithm.md).
+
+    1  values of this rollout's states, before the critic sees its reward
+    2  advantages                                      skip-observation GAE, equations 4 and 5
+    3  policy loss: ratio to the engine's log-probs, masked outside the trust region,
+       times advantage, times log pi                                       equations 1 to 3
+       (+ the anchor to the start policy: ours)
+    4  one policy step
+    5  K critic steps toward the return
+
+Left out of the textbook method: the old policy (behavior log-probs stand for it), advantage
+whitening and gradient clipping at a constant (both mean nothing for a single rollout).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from online_sao.algorithm.advantages import value_targets
+from online_sao.algorithm.importance import importance_ratio, log_importance_ratio
+from online_sao.algorithm.objectives import entropy, kl_to_reference, policy_loss, value_loss
+from online_sao.algorithm.statistics import explained_variance
+from online_sao.config import LearnerConfig
+from online_sao.learner.batch import Batch, make_batch
+from online_sao.learner.critic import Critic
+from online_sao.learner.estimators import Estimator, make_estimator
+from online_sao.learner.policy import Policy, action_logprobs
+from online_sao.types import FloatArray, Rollout
+
+Metrics = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one update did.
+
+    `applied` is False when a number was not finite: then no weight, moment or baseline
+    changed. The arrays are per rollout id, [N] each, over its action tokens.
+    """
+
+    applied: bool
+    metrics: Metrics
+    values: dict[str, FloatArray] = field(default_factory=dict)
+    advantages: dict[str, FloatArray] = field(default_factory=dict)
+    importance_ratios: dict[str, FloatArray] = field(default_factory=dict)
+
+
+class Learner:
+    """Policy, critic and everything that an update changes. One process, one thread."""
+
+    def __init__(self, config: LearnerConfig, model: str, device: str = "cpu") -> None:
+        self.config = config
+        self.device = torch.device(device)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        self.policy = Policy(model, config, self.device)
+        self.critic = Critic(model, config, self.device) if config.uses_critic else None
+        self.estimator: Estimator = make_estimator(config, self._current_logprobs)
+        self.num_updates = 0
+        self.surprise = 0.0
+        # V at the first token and the return of past rollouts, for explained variance.
+        self._window: deque[tuple[float, float]] = deque(maxlen=config.window)
+
+    # --- the method
+
+    def update(self, trajectories: Sequence[Sequence[Rollout]], policy_lag: int = 0) -> UpdateResult:
+        """Learn from `trajectories` (each the rollouts of one session, rewarded).
+
+        `policy_lag` is only reported. Raises LearnerError for rollouts that cannot be a batch.
+        """
+        clock = _Clock()
+        with clock("batch"):
+            batch = make_batch(trajectories, self.device)
+        if self.critic is not None and self.config.value_timing == "after":
+            with clock("critic"):
+                first_step = self._critic_loss(batch)
+                if not self._critic_steps(batch, first_step):
+                    return self._refused(batch, "critic")
+        values, critic_step = None, None
+        if self.critic is not None:
+            with clock("critic"):
+                # With gradient: this forward pass is also the first critic step's.
+                critic_step = self._critic_loss(batch)
+                values = critic_step.values
+        advantages = self.estimator.advantages(batch, values)
+
+        with clock("policy"):
+            logits = self.policy.action_logits(batch)
+            logprobs = action_logprobs(logits, batch)
+            loss, metrics = policy_loss(
+                logprobs,
+                batch.behavior_logprobs,
+                advantages,
+                batch.action_mask,
+                objective=self.config.objective,
+                eps_low=self.config.eps_low,
+                eps_high=self.config.eps_high,
+                tis_cap=self.config.tis_cap,
+                icepop_low=self.config.icepop_low,
+                icepop_high=self.config.icepop_high,
+            )
+            if int(metrics["policy/non_finite_tokens"]):
+                return self._refused(batch, "policy")
+        with clock("anchor"):
+            anchor, anchor_metrics = self._anchor(logits, batch)
+        with clock("policy"):
+            (loss + anchor).backward()
+            policy_norm = self.policy.parameters.collect_gradients()
+        critic_norm = 0.0
+        if critic_step is not None and self.config.value_timing == "before":
+            with clock("critic"):
+                critic_norm = self._critic_gradient(critic_step)
+        if not (math.isfinite(policy_norm) and math.isfinite(critic_norm)):
+            return self._refused(batch, "gradient")
+        with clock("optimizer"):
+            self.policy.parameters.step(self.config.policy_lr, policy_norm)
+        if critic_step is not None and self.config.value_timing == "before":
+            with clock("critic"):
+                self._critic_steps(batch, critic_step, gradient_norm=critic_norm)
+
+        self.estimator.observe(batch)
+        window_metrics = self._remember(batch, values)
+        self.num_updates += 1
+        with torch.no_grad():
+            log_ratio = log_importance_ratio(
+                logprobs, batch.behavior_logprobs, batch.action_mask
+            )
+            ratios = importance_ratio(log_ratio)
+        return UpdateResult(
+            applied=True,
+            metrics=_plain(
+                {
+                    **metrics,
+                    **anchor_metrics,
+                    **window_metrics,
+                    **(critic_step.metrics if critic_step else {}),
+                    "policy/grad_norm": policy_norm,
+                    "policy/lr": self.config.policy_lr,
+                    "policy/entropy": _mean_entropy(logits, batch),
+                    "critic/grad_norm": critic_norm if self.critic else None,
+                    "critic/lr": self._critic_lr() if self.critic else None,
+                    "advantage/mean": advantages[batch.action_mask].mean(),
+                    "advantage/abs_mean": advantages[batch.action_mask].abs().mean(),
+                    "rollout/reward": batch.returns().mean(),
+                    "rollout/num_action_tokens": batch.num_actions / len(trajectories),
+                    "rollout/policy_lag_max": float(policy_lag),
+                    "rollout/num_trajectories": float(len(trajectories)),
+                    **clock.seconds(),
+                }
+            ),
+            values={} if values is None else dict(batch.per_rollout(values)),
+            advantages=dict(batch.per_rollout(advantages)),
+            importance_ratios=dict(batch.per_rollout(ratios)),
+        )
+
+    def pretrain(
+        self,
+        rollouts: Sequence[Rollout],
+        on_step: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Metrics:
+        """Fit critic and baselines to judged rollouts of the start policy.
+
+        The policy does not move. `on_step(done, total)` after every critic step.
+        """
+        epochs = self.config.value_pretraining_epochs if self.critic is not None else 0
+        total = epochs * len(rollouts)
+        losses: list[float] = []
+        rng = np.random.default_rng(self.config.seed)
+        for epoch in range(epochs):
+            for position, index in enumerate(rng.permutation(len(rollouts))):
+                batch = make_batch([[rollouts[index]]], self.device)
+                step = self._critic_loss(batch)
+                norm = self._critic_gradient(step)
+                assert self.critic is not None
+                if math.isfinite(norm):
+                    self.critic.parameters.step(self.config.critic_lr, norm)
+                else:
+                    self.critic.parameters.drop_gradients()
+                losses.append(float(step.metrics["critic/loss"]))
+                on_step(epoch * len(rollouts) + position + 1, total)
+        for rollout in rollouts:
+            self.estimator.observe(make_batch([[rollout]], self.device))
+        half = len(losses) // 2
+        rewards = [rollout.reward or 0.0 for rollout in rollouts]
+        return {
+            "pretraining/num_rollouts": float(len(rollouts)),
+            "pretraining/reward_mean": float(np.mean(rewards)) if rewards else None,
+            "pretraining/loss_first_half": float(np.mean(losses[:half])) if half else None,
+            "pretraining/loss_second_half": float(np.mean(losses[half:])) if half else None,
+        }
+
+    # --- parts
+
+    def _anchor(self, logits: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+        """Terms of the loss that are ours: KL to the start policy, and an entropy bonus."""
+        config = self.config
+        term = logits.new_zeros(())
+        metrics: dict[str, Any] = {"policy/kl_to_start": None}
+        if self.policy.is_anchored:
+            coefficient = config.kl_coef + config.surprise_coef * max(0.0, self.surprise)
+            kl = kl_to_reference(logits, self.policy.start_logits(batch)).sum() / batch.num_actions
+            term = term + coefficient * kl
+            metrics = {"policy/kl_to_start": kl.detach(), "policy/kl_coef": coefficient}
+        if config.entropy_coef > 0:
+            everywhere = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+            term = term - config.entropy_coef * entropy(logits, everywhere) / batch.num_actions
+        return term, metrics
+
+    def _critic_loss(self, batch: Batch) -> _CriticStep:
+        assert self.critic is not None
+        values = self.critic.values(batch)
+        targets = value_targets(
+            values, batch.rewards, batch.action_mask, self.config.gamma, self.config.lambda_critic
+        )
+        loss, metrics = value_loss(values, targets, batch.action_mask)
+        return _CriticStep(loss, values.detach(), metrics)
+
+    def _critic_gradient(self, step: _CriticStep) -> float:
+        assert self.critic is not None
+        step.loss.backward()
+        return self.critic.parameters.collect_gradients()
+
+    def _critic_steps(
+        self, batch: Batch, first: _CriticStep, gradient_norm: float | None = None
+    ) -> bool:
+        """K critic steps; `first` is already computed. False if a gradient was not finite."""
+        assert self.critic is not None
+        step, norm = first, gradient_norm
+        for number in range(self.config.critic_updates):
+            if number > 0:
+                step, norm = self._critic_loss(batch), None
+            if norm is None:
+                norm = self._critic_gradient(step)
+            if not math.isfinite(norm):
+                self.critic.parameters.drop_gradients()
+                return False
+            self.critic.parameters.step(self._critic_lr(), norm)
+        return True
+
+    def _critic_lr(self) -> float:
+        """Rises linearly over the first updates after value pretraining."""
+        warmup = self.config.critic_warmup_updates
+        share = min(1.0, (self.num_updates + 1) / warmup) if warmup else 1.0
+        return self.config.critic_lr * share
+
+    def _remember(self, batch: Batch, values: Tensor | None) -> dict[str, Any]:
+        """Windowed statistics; a single rollout has no variance to explain."""
+        if values is None:
+            return {}
+        returns = batch.returns().tolist()
+        first = values.gather(1, batch.first_action_index()[:, None])[:, 0].tolist()
+        for value, reward in zip(first, returns, strict=True):
+            self._window.append((value, reward))
+            rate = self.config.surprise_rate
+            self.surprise += rate * ((value - reward) - self.surprise)
+        return {
+            "critic/value_first": sum(first) / len(first),
+            "critic/surprise": self.surprise,
+            "critic/explained_variance": explained_variance(
+                [value for value, _ in self._window], [reward for _, reward in self._window]
+            ),
+        }
+
+    def _refused(self, batch: Batch, where: str) -> UpdateResult:
+        """A number was not finite: leave everything as it was, and say so."""
+        self.policy.parameters.drop_gradients()
+        if self.critic is not None:
+            self.critic.parameters.drop_gradients()
+        return UpdateResult(
+            applied=False,
+            metrics={f"refused/{where}": 1.0, "rollout/reward": float(batch.returns().mean())},
+        )
+
+    def _current_logprobs(self, rollout: Rollout) -> np.ndarray:
+        batch = make_batch([[_with_reward(rollout)]], self.device)
+        return batch.per_rollout(self.policy.logprobs(batch))[0][1]
+
+    # --- state that is not in a parameter
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON; together with the parameters' and optimisers' tensors it is everything."""
+        return {
+            "num_updates": self.num_updates,
+            "surprise": self.surprise,
+            "window": list(self._window),
+            "estimator": self.estimator.state_dict(),
+            "policy": self.policy.parameters.state_dict(),
+            "critic": self.critic.parameters.state_dict() if self.critic else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_updates = state["num_updates"]
+        self.surprise = state["surprise"]
+        self._window.clear()
+        self._window.extend((value, reward) for value, reward in state["window"])
+        self.estimator.load_state_dict(state["estimator"])
+        self.policy.parameters.load_state_dict(state["policy"])
+        if self.critic is not None:
+            self.critic.parameters.load_state_dict(state["critic"])
+
+
+@dataclass
+class _CriticStep:
+    loss: Tensor
+    values: Tensor  # [B, T], detached
+    metrics: dict[str, Tensor]
+
+
+class _Clock:
+    """Seconds per named part, and in total since it was made."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._parts: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Any:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - started
+
+    def seconds(self) -> dict[str, float]:
+        total = time.perf_counter() - self._started
+        return {f"seconds/{part}": s for part, s in self._parts.items()} | {"seconds/update": total}
+
+
+@torch.no_grad()
+def _mean_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    everywhere = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+    return entropy(logits, everywhere) / batch.num_actions
+
+
+def _with_reward(rollout: Rollout) -> Rollout:
+    from dataclasses import replace
+
+    from online_sao.types import StoredVerdict
+
+    if rollout.verdict is not None:
+        return rollout
+    return replace(rollout, verdict=StoredVerdict(quality=None, style=None, reward=0.0))
+
+
+def _plain(metrics: dict[str, Any]) -> Metrics:
+    return {
+        name: None if value is None else float(value) for name, value in sorted(metrics.items())
+    }

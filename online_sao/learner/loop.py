@@ -1,0 +1,423 @@
+"""The loop around the learner: claim, drop stale, update, record, publish, checkpoint.
+
+Components do not know one another: the loop is given a store and a publisher. It runs in one
+thread; `pause`, `resume`, `status` and `request_rollback` may be called from any other and
+never wait for an update (a rollback is carried out between two updates).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from online_sao.config import Config
+from online_sao.errors import (
+    CheckpointError,
+    FencedError,
+    LearnerError,
+    NotFoundError,
+    StoreError,
+    WeightUpdateError,
+)
+from online_sao.learner.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    read_state,
+    save_checkpoint,
+)
+from online_sao.learner.learner import Learner, Metrics
+from online_sao.store import RolloutStore
+from online_sao.types import Rollout, Run, WeightVersion
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0  # how often an idle loop looks into the store unasked
+STORE_RETRY_S = 2.0  # pause after the store refused
+MAX_FAILURES_IN_A_ROW = 5  # then the loop pauses itself instead of eating the queue
+RATE_WINDOW_S = 120.0  # over which trained rollouts per minute are taken
+
+
+class WeightPublisher(Protocol):
+    """Brings a version's weights to the engines. The service implements it."""
+
+    def publish(self, version: int, weights: dict[str, Tensor]) -> None:
+        """Make `weights` the ones to serve; returns when the engines have them.
+
+        Raises WeightUpdateError when they could not be brought or no engine took them in time.
+        """
+
+
+@dataclass
+class LoopStatus:
+    version: int
+    published_version: int
+    num_updates: int
+    paused: bool
+    pause_reason: str | None
+    busy: bool
+    failure: str | None
+    epoch: int
+    run_id: str
+    rollouts_per_minute: float
+    metrics: Metrics
+    pretraining: dict[str, Any]
+
+
+def make_run(config: Config, model_hash: str) -> Run:
+    """The run that these settings belong to: same settings, seed and start weights, same id."""
+    learner = config.learner.model_dump(mode="json")
+    # Where and how fast, not what is learned:
+    for name in ("threads", "checkpoint_every", "checkpoint_keep", "publish_min_interval_s"):
+        learner.pop(name)
+    text = json.dumps([learner, config.engine.dtype, model_hash], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return Run(
+        id=f"{config.learner.preset}-seed{config.learner.seed}-{digest}",
+        preset=config.learner.preset,
+        seed=config.learner.seed,
+        model=config.model.name,
+        model_hash=model_hash,
+        config=config.model_dump(mode="json"),
+    )
+
+
+class LearnerLoop:
+    def __init__(
+        self,
+        config: Config,
+        run: Run,
+        learner: Learner,
+        store: RolloutStore,
+        publisher: WeightPublisher,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._learner = learner
+        self._store = store
+        self._publisher = publisher
+        self._checkpoints = config.run_dir / "checkpoints"
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._pause_reason: str | None = None
+        self._rollbacks: list[tuple[int, Future[int]]] = []
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._version = 0
+        self._published = 0
+        self._unpublished = False
+        self._last_publish = 0.0
+        self._busy = False
+        self._failure: str | None = None
+        self._failures = 0
+        self._metrics: Metrics = {}
+        self._trained_at: list[float] = []
+        self._pretraining: dict[str, Any] = {"state": "none", "done": 0, "total": 0}
+
+    # --- start
+
+    def start(self) -> str:
+        """Take over from any earlier learner and resume; returns "start" or "resume".
+
+        Raises StoreError. Damaged checkpoints are passed over, and said so in an event.
+        """
+        self._epoch = self._store.new_epoch()
+        self._store.recover(self._epoch)
+        known = self._store.versions(limit=1, run_id=self._run.id)
+        self._store.start_run(self._run)
+        kind = "start"
+        parent: int | None = None
+        if known:
+            kind = "resume"
+            parent = self._resume()
+            lost = self._store.rewind(-1 if parent is None else parent, self._run.id)
+            self._event("resume", {"from_version": parent, "rollouts_returned": lost})
+        self._version = self._store.next_version()
+        self._store.add_version(
+            WeightVersion(self._version, parent=parent, run_id=self._run.id, kind=kind)
+        )
+        self._unpublished = kind == "resume" and parent is not None
+        return kind
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def serves_start_weights(self) -> bool:
+        """Whether the current version is the start weights, which engines already have."""
+        return self._learner.num_updates == 0 and not self._unpublished
+
+    def _resume(self) -> int | None:
+        """Load the newest whole checkpoint of this run; its version, or None for the start weights."""
+        for version, path in list_checkpoints(self._checkpoints):
+            try:
+                if read_state(path)["run_id"] != self._run.id:
+                    continue
+                return load_checkpoint(path, self._learner)
+            except CheckpointError as error:
+                log.warning("checkpoint passed over: %s", error)
+                self._event("error", {"what": f"Checkpoint of version {version}: {error}"})
+        return None
+
+    def needs_pretraining(self) -> bool:
+        return (
+            self._config.learner.value_pretraining_rollouts > 0 and self._learner.num_updates == 0
+        )
+
+    def pretrain(self, rollouts: Sequence[Rollout]) -> Metrics:
+        """Fit the critic and fill the baselines; see Learner.pretrain."""
+        self._pretraining = {"state": "fitting", "done": 0, "total": len(rollouts)}
+
+        def on_step(done: int, total: int) -> None:
+            self._pretraining |= {"done": done, "total": total}
+
+        metrics = self._learner.pretrain(rollouts, on_step)
+        self._pretraining = {
+            "state": "done",
+            "done": self._pretraining["done"],
+            "total": self._pretraining["total"],
+            **{key.removeprefix("pretraining/"): value for key, value in metrics.items()},
+        }
+        return metrics
+
+    def note_pretraining(self, state: str, done: int = 0, total: int = 0) -> None:
+        """Say in the status what happens before `pretrain` (for example "generating")."""
+        self._pretraining = {"state": state, "done": done, "total": total}
+
+    # --- control, from any thread
+
+    def wake(self) -> None:
+        """There may be something to learn from."""
+        self._wake.set()
+
+    def pause(self, reason: str) -> None:
+        self._pause_reason = reason
+        self._event("pause", {"reason": reason})
+
+    def resume(self) -> None:
+        self._pause_reason = None
+        self._failures = 0
+        self._event("resume_learning", {})
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._wake.set()
+
+    def request_rollback(self, version: int) -> Future[int]:
+        """Go back to a retained checkpoint; the future gives the new version's number.
+
+        It fails with NotFoundError when the checkpoint is not retained.
+        """
+        future: Future[int] = Future()
+        with self._lock:
+            self._rollbacks.append((version, future))
+        self._wake.set()
+        return future
+
+    def status(self) -> LoopStatus:
+        now = time.monotonic()
+        recent = [t for t in self._trained_at if now - t <= RATE_WINDOW_S]
+        span = max(now - recent[0], 1e-9) if len(recent) > 1 else 0.0
+        return LoopStatus(
+            version=self._version,
+            published_version=self._published,
+            num_updates=self._learner.num_updates,
+            paused=self._pause_reason is not None,
+            pause_reason=self._pause_reason,
+            busy=self._busy,
+            failure=self._failure,
+            epoch=self._epoch,
+            run_id=self._run.id,
+            rollouts_per_minute=60 * (len(recent) - 1) / span if span else 0.0,
+            metrics=dict(self._metrics),
+            pretraining=dict(self._pretraining),
+        )
+
+    # --- the loop
+
+    def run(self) -> None:
+        """Learn until `stop`; then write a checkpoint. Raises FencedError when taken over."""
+        while not self._stop.is_set():
+            try:
+                if not self._one_round():
+                    self._wake.wait(POLL_S)
+                    self._wake.clear()
+            except FencedError:
+                raise
+            except StoreError as error:
+                # Nothing is lost: what was claimed returns when the store does.
+                self._failure = str(error)
+                log.warning("the store refused: %s", error)
+                self._stop.wait(STORE_RETRY_S)
+        if self._learner.num_updates > 0:
+            self._checkpoint()
+
+    def _one_round(self) -> bool:
+        """At most one update. False when there was nothing to do."""
+        self._carry_out_rollbacks()
+        if self._unpublished and self._may_publish():
+            self._publish()
+        if self._pause_reason is not None:
+            return False
+        config = self._config.learner
+        rollouts = self._store.claim(
+            epoch=self._epoch,
+            limit=config.rollouts_per_update,
+            order=config.order,
+            current_version=self._version,
+            max_policy_lag=config.max_policy_lag,
+            max_claims=config.max_claims,
+            run_id=self._run.id,
+        )
+        if not rollouts:
+            return False
+        ids = [rollout.id for rollout in rollouts]
+        if len(rollouts) < config.rollouts_per_update:
+            self._store.release(ids, self._epoch)  # wait until the update is full
+            return False
+        self._busy = True
+        try:
+            self._learn(rollouts)
+        finally:
+            self._busy = False
+        return True
+
+    def _learn(self, rollouts: Sequence[Rollout]) -> None:
+        ids = [rollout.id for rollout in rollouts]
+        lag = self._version - min(rollout.weight_version_start for rollout in rollouts)
+        try:
+            result = self._learner.update([[rollout] for rollout in rollouts], policy_lag=lag)
+        except LearnerError as error:
+            self._set_aside(ids, "unusable", str(error))
+            return
+        except Exception as error:  # a fault of ours: keep serving, lose nothing else
+            log.exception("update failed")
+            self._set_aside(ids, "update_failed", f"{type(error).__name__}: {error}")
+            return
+        if not result.applied:
+            self._set_aside(ids, "non_finite", f"not finite: {', '.join(result.metrics)}")
+            return
+        self._failures = 0
+        version = self._version + 1
+        self._store.finish_update(
+            epoch=self._epoch,
+            version=WeightVersion(
+                version,
+                parent=self._version,
+                run_id=self._run.id,
+                kind="update",
+                metrics=dict(result.metrics),
+            ),
+            rollouts=[
+                (
+                    id,
+                    result.values.get(id),
+                    result.advantages.get(id),
+                    result.importance_ratios.get(id),
+                )
+                for id in ids
+            ],
+        )
+        self._version = version
+        self._metrics = result.metrics
+        now = time.monotonic()
+        self._trained_at = [t for t in self._trained_at if now - t <= RATE_WINDOW_S]
+        self._trained_at += [now] * len(ids)
+        self._failure = None
+        self._unpublished = True
+        if self._may_publish():
+            self._publish()
+        every = self._config.learner.checkpoint_every
+        if every and self._learner.num_updates % every == 0:
+            self._checkpoint()
+
+    def _set_aside(self, ids: list[str], reason: str, detail: str) -> None:
+        self._store.exclude(ids, reason)
+        self._event("error", {"what": f"Update refused ({reason}): {detail}", "rollouts": ids})
+        self._failure = detail
+        self._failures += 1
+        if self._failures >= MAX_FAILURES_IN_A_ROW:
+            self.pause(f"{self._failures} updates in a row failed; the last: {detail}")
+
+    def _may_publish(self) -> bool:
+        interval = self._config.learner.publish_min_interval_s
+        return time.monotonic() - self._last_publish >= interval
+
+    def _publish(self) -> None:
+        dtype = getattr(torch, self._config.engine.dtype)
+        try:
+            self._publisher.publish(self._version, self._learner.policy.weights(dtype))
+        except WeightUpdateError as error:
+            # Learning goes on; the next publish carries this update too.
+            self._failure = str(error)
+            self._event("error", {"what": str(error)})
+            return
+        finally:
+            self._last_publish = time.monotonic()
+        self._published = self._version
+        self._unpublished = False
+        self._store.set_published(self._version)
+
+    def _checkpoint(self) -> None:
+        try:
+            path = save_checkpoint(self._checkpoints, self._learner, self._version, self._run.id)
+            self._store.set_checkpoint(self._version, str(path))
+            pinned = {v.version for v in self._store.versions(limit=10_000) if v.pinned}
+            removed = prune_checkpoints(
+                self._checkpoints, self._config.learner.checkpoint_keep, pinned
+            )
+            for version in removed:
+                self._store.set_checkpoint(version, None)
+        except (CheckpointError, StoreError) as error:
+            self._failure = str(error)
+            log.warning("%s", error)
+            self._event("error", {"what": str(error)})
+
+    def _carry_out_rollbacks(self) -> None:
+        with self._lock:
+            wanted, self._rollbacks = self._rollbacks, []
+        for version, future in wanted:
+            try:
+                future.set_result(self._rollback(version))
+            except Exception as error:
+                future.set_exception(error)
+
+    def _rollback(self, version: int) -> int:
+        path = self._checkpoints / f"v{version}"
+        retained = [number for number, _ in list_checkpoints(self._checkpoints)]
+        if version not in retained:
+            raise NotFoundError(
+                f"Version {version} has no retained checkpoint; retained: "
+                f"{', '.join(map(str, retained)) or 'none'}."
+            )
+        load_checkpoint(path, self._learner)
+        self._store.discard_after(version)
+        self._version = self._store.next_version()
+        self._store.add_version(
+            WeightVersion(self._version, parent=version, run_id=self._run.id, kind="rollback")
+        )
+        self._event("rollback", {"to": version, "made": self._version})
+        self._unpublished = True
+        self._publish()
+        return self._version
+
+    def _event(self, kind: str, data: dict[str, Any]) -> None:
+        try:
+            self._store.add_event(kind, data, self._version)
+        except StoreError as error:
+            log.warning("event %s not recorded: %s", kind, error)
+
+

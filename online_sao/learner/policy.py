@@ -1,0 +1,98 @@
+"""The policy under its current weights, and the start policy that anchors it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from online_sao.config import LearnerConfig
+from online_sao.errors import ModelError
+from online_sao.learner.batch import Batch
+from online_sao.learner.parameters import TrainedParameters
+
+
+def load_causal_lm(model: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A transformers causal language model in evaluation mode (no dropout anywhere).
+
+    Raises ModelError.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ModelError(f"The model {model} cannot be loaded: {first}") from None
+    return loaded.to(device).eval()
+
+
+def hidden_states(backbone: Any, batch: Batch) -> Tensor:
+    """Last hidden states [B, T, H]; `backbone` is the model without its head."""
+    mask = batch.attention_mask if batch.is_padded else None
+    return backbone(
+        input_ids=batch.token_ids, attention_mask=mask, use_cache=False
+    ).last_hidden_state
+
+
+class Policy:
+    """pi, trained in full; with the start weights beside it when they anchor it."""
+
+    def __init__(self, model: str, config: LearnerConfig, device: torch.device) -> None:
+        dtype = getattr(torch, config.compute_dtype)
+        self.model = load_causal_lm(model, dtype, device)
+        self.parameters = TrainedParameters(
+            self.model.named_parameters(),  # tied tensors appear once
+            betas=config.adam_betas,
+            weight_decay=config.weight_decay,
+            clip_quantile=config.grad_clip_quantile,
+            clip_window=config.window,
+        )
+        self._start: Any = None
+        if config.kl_coef > 0 or config.surprise_coef > 0:
+            self._start = load_causal_lm(model, dtype, device).requires_grad_(False)
+
+    @property
+    def is_anchored(self) -> bool:
+        return self._start is not None
+
+    def action_logits(self, batch: Batch) -> Tensor:
+        """Float32 logits [N, V] of the distributions that the action tokens were drawn from.
+
+        At each request's temperature; only at the N positions that precede an action token,
+        because the vocabulary makes the head as dear as several layers.
+        """
+        return _action_logits(self.model, batch)
+
+    @torch.no_grad()
+    def start_logits(self, batch: Batch) -> Tensor:
+        """`action_logits` of the start policy, without gradient."""
+        return _action_logits(self._start, batch)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        """log pi of the action tokens, [B, T], without gradient."""
+        return action_logprobs(self.action_logits(batch), batch)
+
+    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The current weights under their Hugging Face names, on the CPU, in `dtype`."""
+        return {
+            name: parameter.detach().to(device="cpu", dtype=dtype).contiguous()
+            for name, parameter in self.model.named_parameters()
+        }
+
+
+def action_logprobs(logits: Tensor, batch: Batch) -> Tensor:
+    """log pi(a_t|s_t) [B, T] from `action_logits`; zero outside the action mask."""
+    actions = batch.token_ids[batch.action_mask]
+    chosen = logits.gather(-1, actions[:, None])[:, 0]
+    return batch.scatter(chosen - logits.logsumexp(-1))
+
+
+def _action_logits(model: Any, batch: Batch) -> Tensor:
+    rows, columns = batch.state_index
+    states = hidden_states(model.base_model, batch)[rows, columns]
+    return model.lm_head(states).float() / batch.temperature[rows, None]
