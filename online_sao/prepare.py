@@ -129,7 +129,9 @@ def _writer_folder() -> Path:
         ],
         sort_keys=True,
     )
-    return home() / "models" / f"{EMBEDDED_MODEL}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    return (
+        home() / "models" / f"{EMBEDDED_MODEL}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    )
 
 
 @contextmanager

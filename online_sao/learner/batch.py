@@ -148,5 +148,8 @@ def _flatten(trajectory: Sequence[Rollout]) -> _Flat:
         rewards.append(earned)
         length += len(observation) + num_actions
     return _Flat(
-        np.concatenate(ids), np.concatenate(index), np.concatenate(logprobs), np.concatenate(rewards)
+        np.concatenate(ids),
+        np.concatenate(index),
+        np.concatenate(logprobs),
+        np.concatenate(rewards),
     )

@@ -72,7 +72,9 @@ def load_checkpoint(path: Path, learner: Learner) -> int:
     """
     state = read_state(path)
     tensors = {name: _read_tensors(path / name, entry) for name, entry in state["files"].items()}
-    expected = {name: sorted(ts) for name, ts in _tensor_files(learner).items() if "opt" not in name}
+    expected = {
+        name: sorted(ts) for name, ts in _tensor_files(learner).items() if "opt" not in name
+    }
     found = {name: sorted(ts) for name, ts in tensors.items() if "opt" not in name}
     if expected != found:
         raise CheckpointError(f"The checkpoint {path} is of another model or preset.")

@@ -240,9 +240,7 @@ def _against_prompts(batch: Batch, baseline: Callable[[str], float | None]) -> T
         0.0 if (known := baseline(prompt_key(trajectory[0]))) is None else value - known
         for trajectory, value in zip(batch.trajectories, batch.returns().tolist(), strict=True)
     ]
-    return broadcast_advantages(
-        torch.tensor(gaps, device=batch.rewards.device), batch.action_mask
-    )
+    return broadcast_advantages(torch.tensor(gaps, device=batch.rewards.device), batch.action_mask)
 
 
 def _rollout_json(rollout: Rollout) -> dict[str, Any]:

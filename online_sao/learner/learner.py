@@ -74,7 +74,9 @@ class Learner:
 
     # --- the method
 
-    def update(self, trajectories: Sequence[Sequence[Rollout]], policy_lag: int = 0) -> UpdateResult:
+    def update(
+        self, trajectories: Sequence[Sequence[Rollout]], policy_lag: int = 0
+    ) -> UpdateResult:
         """Learn from `trajectories` (each the rollouts of one session, rewarded).
 
         `policy_lag` is only reported. Raises LearnerError for rollouts that cannot be a batch.
@@ -133,9 +135,7 @@ class Learner:
         window_metrics = self._remember(batch, values)
         self.num_updates += 1
         with torch.no_grad():
-            log_ratio = log_importance_ratio(
-                logprobs, batch.behavior_logprobs, batch.action_mask
-            )
+            log_ratio = log_importance_ratio(logprobs, batch.behavior_logprobs, batch.action_mask)
             ratios = importance_ratio(log_ratio)
         return UpdateResult(
             applied=True,

@@ -12,10 +12,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -160,7 +159,7 @@ class LearnerLoop:
         return self._learner.num_updates == 0 and not self._unpublished
 
     def _resume(self) -> int | None:
-        """Load the newest whole checkpoint of this run; its version, or None for the start weights."""
+        """Load this run's newest whole checkpoint; its version, or None for the start weights."""
         for version, path in list_checkpoints(self._checkpoints):
             try:
                 if read_state(path)["run_id"] != self._run.id:
@@ -419,5 +418,3 @@ class LearnerLoop:
             self._store.add_event(kind, data, self._version)
         except StoreError as error:
             log.warning("event %s not recorded: %s", kind, error)
-
-

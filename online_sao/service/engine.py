@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -49,6 +49,7 @@ class RequestContext:
     received_at: float = field(default_factory=time.monotonic)
     weight_version: int | None = None  # of the newest token so far
     recorded: bool | None = None  # None until the first choice is finished
+    store_ok: bool = True  # whether the store took the last rollout before this request
 
 
 CURRENT_REQUEST: ContextVar[RequestContext | None] = ContextVar("CURRENT_REQUEST", default=None)
@@ -100,7 +101,7 @@ class RecordingLLM(AsyncLLM):
                 prompt_ids = output.prompt_token_ids or prompt_ids
                 for completion in output.outputs:
                     choice = choices.setdefault(completion.index, _Choice())
-                    _gather(choice, completion)
+                    _gather(choice, completion, sampling_params.output_kind)
                     if completion.finish_reason is not None and not choice.done:
                         choice.done = True
                         spans = _spans(completion.weight_versions, len(choice.token_ids))
@@ -225,8 +226,10 @@ def _prompt_index(request_id: str, response_id: str) -> int:
     return int(suffix) if suffix.isdigit() else 0
 
 
-def _gather(choice: _Choice, completion: Any) -> None:
-    """Add a delta, or replace all by a cumulative output."""
+def _gather(choice: _Choice, completion: Any, kind: RequestOutputKind) -> None:
+    """Add a delta, or replace what was gathered by an output that holds everything so far."""
+    if kind is not RequestOutputKind.DELTA:
+        choice.token_ids, choice.logprobs, choice.text = [], [], []
     ids = list(completion.token_ids)
     logprobs = [
         float(entry[token].logprob)

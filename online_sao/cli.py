@@ -1,0 +1,162 @@
+"""The command `online-sao`. Each subcommand imports what it needs, so --help is quick."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from online_sao.config import EMBEDDED_MODEL, PRESETS, Config
+from online_sao.errors import OnlineSAOError
+
+EXIT_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    # SIGTERM is Ctrl-C: both leave by the same door, which cleans up.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return args.run(args) or 0
+    except OnlineSAOError as error:
+        print(f"online-sao: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="online-sao",
+        description="A chat endpoint that keeps learning while it serves.",
+        epilog="Start with:  online-sao serve    then chat with it as with any OpenAI server.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    prepare = commands.add_parser(
+        "prepare",
+        help="make the embedded model ready (once, a few minutes)",
+        description="Unpack the embedded model and teach it the writing styles. Later commands "
+        "do this by themselves; run it alone to get the wait over with.",
+    )
+    prepare.add_argument("model", nargs="?", default=EMBEDDED_MODEL, help="default: %(default)s")
+    prepare.set_defaults(run=_prepare)
+
+    serve = commands.add_parser(
+        "serve",
+        help="serve and learn until Ctrl-C",
+        description="Serve an OpenAI-compatible endpoint; every judged answer updates the "
+        "weights that answer the next request.",
+    )
+    _config_options(serve)
+    serve.add_argument("--host", help="default 127.0.0.1")
+    serve.add_argument("--port", type=int, help="default 8000")
+    serve.add_argument(
+        "--insecure", action="store_true", default=None, help="bind openly without keys"
+    )
+    serve.set_defaults(run=_serve)
+
+    return parser
+
+
+def _config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    parser.add_argument(
+        "--preset", choices=list(PRESETS), help="the learning method (default: sao)"
+    )
+    parser.add_argument("--model", help="folder, hub name, or the embedded model (default)")
+    parser.add_argument("--judge", metavar="MODEL", help="offline/archetypes or a litellm model")
+    parser.add_argument("--seed", type=int, help="seed of the learner")
+    parser.add_argument("--run-dir", metavar="DIR", help="folder of this endpoint's state")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="any setting, as learner.policy_lr=2e-5; may be repeated",
+    )
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    """The settings that the options describe. Raises ConfigError."""
+    named = {
+        "model.name": args.model,
+        "judge.model": args.judge,
+        "learner.seed": args.seed,
+        "service.run_dir": args.run_dir,
+        "service.host": getattr(args, "host", None),
+        "service.port": getattr(args, "port", None),
+        "service.insecure": getattr(args, "insecure", None),
+    }
+    overrides: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
+    for assignment in args.set:
+        key, _, text = assignment.partition("=")
+        overrides[key.strip()] = _value(text.strip())
+    return Config.load(args.config, preset=args.preset, overrides=overrides)
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or the text itself where it is none (so that quotes are optional)."""
+    import tomllib
+
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    from online_sao.prepare import resolve_model
+
+    print(resolve_model(args.model))
+
+
+def _serve(args: argparse.Namespace) -> None:
+    config = load_config(args)
+    from online_sao.progress import make_progress
+    from online_sao.service.serve import running_endpoint
+
+    with running_endpoint(config, _say) as endpoint:
+        with make_progress() as bar:
+            task = bar.add_task("value pretraining", total=None)
+
+            def on_status(status: dict[str, Any]) -> None:
+                stage = status.get("pretraining") or {}
+                bar.update(
+                    task,
+                    description=f"value pretraining: {stage.get('state', 'waiting')}",
+                    total=stage.get("total") or None,
+                    completed=stage.get("done", 0),
+                )
+
+            endpoint.wait_ready(on_status)
+        _say(
+            f"ready at {endpoint.url}  (model {config.served_name}, preset "
+            f"{config.learner.preset}, state in {config.run_dir})"
+        )
+        _say(
+            "chat:   curl -s " + endpoint.url + "/v1/chat/completions -H 'Content-Type: "
+            'application/json\' -d \'{"model": "' + config.served_name + '", "messages": '
+            '[{"role": "user", "content": "Write about rain."}]}\''
+        )
+        _say(f"watch:  online-sao dashboard --run-dir {config.run_dir}   (Ctrl-C ends serving)")
+        endpoint.watch()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

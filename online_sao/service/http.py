@@ -1,0 +1,220 @@
+"""The HTTP edge as plain ASGI: keys, limits, the request's context, our response headers.
+
+Plain ASGI and not BaseHTTPMiddleware, because the context variable set here must be seen by
+the code that iterates the engine's output, streaming included.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from online_sao.config import ServiceConfig
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+GENERATING = ("/v1/chat/completions", "/v1/completions")
+OPEN_PATHS = ("/health",)
+ADMIN_PREFIXES = ("/v1/preference", "/v1/learning", "/v1/rollouts")
+RETRY_AFTER_S = 2
+MAX_SESSION_ID_CHARS = 128
+API_KEY_VARIABLE = "ONLINE_SAO_API_KEY"
+ADMIN_KEY_VARIABLE = "ONLINE_SAO_ADMIN_KEY"
+
+
+def error_body(status: int, message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+class Edge:
+    """Wraps the app. `limit` bounds requests that generate at the same time."""
+
+    def __init__(self, app: Any, config: ServiceConfig, make_context: Callable[..., Any]) -> None:
+        self._app = app
+        self._config = config
+        self._make_context = make_context
+        self._ongoing = 0
+        self._api_key = os.environ.get(API_KEY_VARIABLE) or None
+        self._admin_key = os.environ.get(ADMIN_KEY_VARIABLE) or None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, headers = scope["path"], _headers(scope)
+        refusal = self._refuse(path, headers)
+        if refusal is not None:
+            await _respond(send, *refusal)
+            return
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            await self._app(scope, receive, send)
+            return
+        body = await self._read_body(receive, headers)
+        if body is None:
+            limit = self._config.max_body_bytes
+            await _respond(send, 413, f"The request body is larger than {limit} bytes.")
+            return
+        replay = _Replay(body, receive)
+        if path in GENERATING and scope["method"] == "POST":
+            await self._generate(scope, headers, body, replay, send)
+        else:
+            await self._app(scope, replay, send)
+
+    async def _generate(
+        self, scope: Scope, headers: dict[str, str], body: bytes, receive: Receive, send: Send
+    ) -> None:
+        if self._ongoing >= self._config.max_ongoing_requests:
+            await _respond(
+                send,
+                429,
+                f"{self._ongoing} requests are being answered, which is the limit; "
+                f"try again in {RETRY_AFTER_S} seconds.",
+                "rate_limit_error",
+                {"retry-after": str(RETRY_AFTER_S)},
+            )
+            return
+        from online_sao.service.engine import CURRENT_REQUEST
+
+        parsed = _json_object(body)
+        unique = secrets.token_hex(16)
+        prefix = "chatcmpl" if scope["path"] == GENERATING[0] else "cmpl"
+        context = self._make_context(
+            response_id=f"{prefix}-{unique}",
+            body=parsed,
+            session_id=_session_id(parsed, headers),
+            opted_out=headers.get("x-learning", "").lower() == "off",
+        )
+        # vLLM takes the request's id from this header; the answer's id is the receipt for
+        # feedback, so it must be ours and unique.
+        scope = {
+            **scope,
+            "headers": [
+                *((k, v) for k, v in scope["headers"] if k.lower() != b"x-request-id"),
+                (b"x-request-id", unique.encode()),
+            ],
+        }
+        token = CURRENT_REQUEST.set(context)
+        self._ongoing += 1
+        try:
+            await self._app(scope, receive, _with_headers(send, context))
+        finally:
+            self._ongoing -= 1
+            CURRENT_REQUEST.reset(token)
+
+    def _refuse(self, path: str, headers: dict[str, str]) -> tuple[int, str, str] | None:
+        if path in OPEN_PATHS or (self._api_key is None and self._admin_key is None):
+            return None
+        given = headers.get("authorization", "").removeprefix("Bearer ").encode()
+        is_admin = self._admin_key is not None and hmac.compare_digest(
+            given, self._admin_key.encode()
+        )
+        is_user = self._api_key is not None and hmac.compare_digest(given, self._api_key.encode())
+        kind = "authentication_error"
+        if path.startswith(ADMIN_PREFIXES):
+            needed = self._admin_key or self._api_key
+            if not (is_admin or (is_user and needed == self._api_key)):
+                return 401, "This needs the admin key: Authorization: Bearer <key>.", kind
+            return None
+        if self._api_key is not None and not (is_user or is_admin):
+            return 401, "This needs an API key: Authorization: Bearer <key>.", kind
+        return None
+
+    async def _read_body(self, receive: Receive, headers: dict[str, str]) -> bytes | None:
+        """The whole body, or None when it is larger than allowed."""
+        limit = self._config.max_body_bytes
+        announced = headers.get("content-length", "0")
+        if announced.isdigit() and int(announced) > limit:
+            return None
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return b"".join(parts)
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                return None
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+
+class _Replay:
+    """Gives the body that was read once more, then what really comes (a disconnect)."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await self._receive()
+
+
+def _with_headers(send: Send, context: Any) -> Send:
+    async def wrapped(message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 200:
+            headers = list(message.get("headers", []))
+            if context.weight_version is not None:
+                headers.append((b"x-weight-version", str(context.weight_version).encode()))
+            # A stream's headers leave before its rollout is complete: there the header says
+            # whether the store took the last rollout before it.
+            recorded = context.recorded if context.recorded is not None else context.store_ok
+            headers.append((b"x-rollout-recorded", b"true" if recorded else b"false"))
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return wrapped
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    """The parsed body, or {} (then vLLM's own validation answers)."""
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _session_id(body: dict[str, Any], headers: dict[str, str]) -> str | None:
+    metadata = body.get("metadata")
+    named = headers.get("x-session-id")
+    if not named and isinstance(metadata, dict):
+        named = metadata.get("session_id")
+    if not isinstance(named, str) or not named:
+        return None
+    return named[:MAX_SESSION_ID_CHARS]
+
+
+async def _respond(
+    send: Send,
+    status: int,
+    message: str,
+    kind: str = "invalid_request_error",
+    headers: dict[str, str] | None = None,
+) -> None:
+    body = json.dumps(error_body(status, message, kind)).encode()
+    fields = {"content-type": "application/json", "content-length": str(len(body))}
+    fields |= headers or {}
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(k.encode(), v.encode()) for k, v in fields.items()],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})

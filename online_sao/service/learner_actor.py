@@ -1,0 +1,227 @@
+"""The learner as a named Ray actor: its loop in a thread of its own, control beside it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+from torch import Tensor
+
+from online_sao.config import Config
+from online_sao.errors import FencedError, OnlineSAOError, WeightUpdateError
+from online_sao.learner.learner import Learner
+from online_sao.learner.loop import LearnerLoop, make_run
+from online_sao.service import names
+from online_sao.service.weights import write_weight_file
+from online_sao.store import RolloutStore
+from online_sao.types import Purpose, Rollout, RolloutState
+
+log = logging.getLogger(__name__)
+
+CONTROL_THREADS = 16
+PRETRAINING_POLL_S = 0.3
+ROLLBACK_TIMEOUT_S = 120.0
+
+
+@ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=0, max_concurrency=CONTROL_THREADS)
+class LearnerActor:
+    """Everything runs in one background thread, so every method answers at once.
+
+    A killed actor is restarted by Ray and resumes from the newest checkpoint by itself.
+    """
+
+    def __init__(self, config: dict[str, Any], model: str, model_hash: str, weights_dir: str):
+        self._config = Config.model_validate(config)
+        self._model = model
+        self._model_hash = model_hash
+        self._weights_dir = Path(weights_dir)
+        self._state = "loading"
+        self._error: str | None = None
+        self._loop: LearnerLoop | None = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="learner", daemon=True)
+        self._thread.start()
+
+    # --- control
+
+    def status(self) -> dict[str, Any]:
+        loop = self._loop
+        return {
+            "state": self._state,
+            "error": self._error,
+            "preset": self._config.learner.preset,
+            **(asdict(loop.status()) if loop else {}),
+        }
+
+    def wake(self) -> None:
+        if self._loop:
+            self._loop.wake()
+
+    def pause(self, reason: str) -> None:
+        self._require_loop().pause(reason)
+
+    def resume(self) -> None:
+        self._require_loop().resume()
+
+    def rollback(self, version: int) -> int:
+        return self._require_loop().request_rollback(version).result(ROLLBACK_TIMEOUT_S)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish the running update, write a checkpoint, end. False if that took too long."""
+        if self._loop:
+            self._loop.stop()
+        return self._done.wait(timeout_s)
+
+    def _require_loop(self) -> LearnerLoop:
+        if self._loop is None:
+            raise OnlineSAOError("The learner is still loading; try again in a few seconds.")
+        return self._loop
+
+    # --- the thread
+
+    def _main(self) -> None:
+        try:
+            config = self._config
+            device = _device(config)
+            learner = Learner(config.learner, self._model, device)
+            store = RolloutStore(config.store_url)
+            publisher = BoardPublisher(self._weights_dir, config.engine.update_deadline_s)
+            run = make_run(config, self._model_hash)
+            loop = LearnerLoop(config, run, learner, store, publisher)
+            loop.start()
+            self._loop = loop
+            if loop.serves_start_weights:
+                publisher.announce_start(loop.version)
+            if loop.needs_pretraining():
+                self._state = "pretraining"
+                self._pretrain(loop, learner, store)
+            self._state = "learning"
+            loop.run()
+            self._state = "stopped"
+        except FencedError as error:
+            self._state, self._error = "replaced", str(error)
+        except Exception as error:
+            self._state, self._error = "failed", f"{type(error).__name__}: {error}"
+            log.error("the learner failed: %s", traceback.format_exc())
+        finally:
+            self._done.set()
+
+    def _pretrain(self, loop: LearnerLoop, learner: Learner, store: RolloutStore) -> None:
+        """Value pretraining (DESIGN.md section 4), from topics or from the first live rollouts."""
+        count = self._config.learner.value_pretraining_rollouts
+        if self._config.service.topics is None:
+            rollouts = self._first_live_rollouts(loop, store, count)
+        else:
+            rollouts = self._generated_rollouts(loop, store, count)
+        if rollouts:
+            metrics = loop.pretrain(rollouts)
+            store.add_event("value_pretraining", dict(metrics), loop.version)
+
+    def _generated_rollouts(
+        self, loop: LearnerLoop, store: RolloutStore, count: int
+    ) -> Sequence[Rollout]:
+        """Judged rollouts of the start policy on training topics, asked of the engine itself."""
+        from ray import serve
+
+        from online_sao.writing import load_topics, pretraining_prompts
+
+        config = self._config
+        assert config.service.topics is not None
+        loop.note_pretraining("waiting for the engine", 0, count)
+        handle = self._engine_handle(serve)
+        known = self._pretraining_rollouts(store, loop)
+        prompts = pretraining_prompts(
+            config.preference.pool,
+            count,
+            config.learner.seed,
+            topics=load_topics(config.service.topics),
+        )
+        # What an earlier start of this run has generated counts.
+        asked = [
+            handle.generate_for_pretraining.remote(messages) for messages in prompts[len(known) :]
+        ]
+        loop.note_pretraining("generating", len(known), count)
+        for done, response in enumerate(asked, start=len(known) + 1):
+            response.result(timeout_s=600)
+            loop.note_pretraining("generating", done, count)
+        while not self._done.is_set():
+            rollouts = self._pretraining_rollouts(store, loop)
+            waiting = [r for r in rollouts if r.judge_state == "waiting"]
+            loop.note_pretraining("judging", len(rollouts) - len(waiting), count)
+            if not waiting:
+                break
+            time.sleep(PRETRAINING_POLL_S)
+        ids = [r.id for r in self._pretraining_rollouts(store, loop) if r.reward is not None]
+        return store.get_many(ids)
+
+    def _pretraining_rollouts(self, store: RolloutStore, loop: LearnerLoop) -> Sequence[Rollout]:
+        return store.list(purpose=Purpose.PRETRAINING, run_id=loop.status().run_id, limit=100_000)
+
+    def _first_live_rollouts(
+        self, loop: LearnerLoop, store: RolloutStore, count: int
+    ) -> Sequence[Rollout]:
+        """Without topics: the first rewarded live rollouts fit the critic and are then done."""
+        while not self._done.is_set():
+            rollouts = store.list(
+                states=[RolloutState.REWARDED],
+                purpose=Purpose.SERVE,
+                run_id=loop.status().run_id,
+                limit=count,
+                with_tokens=True,
+            )
+            loop.note_pretraining("collecting live rollouts", len(rollouts), count)
+            if len(rollouts) >= count:
+                store.discard([rollout.id for rollout in rollouts], "value_pretraining")
+                return rollouts
+            time.sleep(PRETRAINING_POLL_S)
+        return []
+
+    def _engine_handle(self, serve: Any) -> Any:
+        while True:
+            try:
+                return serve.get_app_handle(names.APP)
+            except Exception:  # Serve has no narrower error for "not deployed yet"
+                time.sleep(PRETRAINING_POLL_S)
+
+
+class BoardPublisher:
+    """Writes a weight file to shared memory and announces it on the board."""
+
+    def __init__(self, folder: Path, deadline_s: float) -> None:
+        self._folder = folder
+        self._deadline_s = deadline_s
+
+    def announce_start(self, version: int) -> None:
+        ray.get(self._board().announce.remote(version, None))
+
+    def publish(self, version: int, weights: dict[str, Tensor]) -> None:
+        file = write_weight_file(self._folder, version, weights)
+        try:
+            board = self._board()
+            ray.get(board.announce.remote(version, file), timeout=self._deadline_s)
+            error = ray.get(
+                board.wait_applied.remote(version, self._deadline_s),
+                timeout=2 * self._deadline_s,
+            )
+        except (ray.exceptions.RayError, ValueError) as problem:
+            raise WeightUpdateError(f"Version {version} was not published: {problem}.") from None
+        if error:
+            raise WeightUpdateError(f"Version {version} is not served everywhere: {error}.")
+
+    def _board(self) -> Any:
+        return ray.get_actor(names.BOARD, namespace=names.NAMESPACE)
+
+
+def _device(config: Config) -> str:
+    if config.model.device != "auto":
+        return config.model.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

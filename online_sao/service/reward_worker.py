@@ -1,0 +1,158 @@
+"""Judge to store: takes what waits for a verdict, asks the judge, records the answer.
+
+Nothing is held only here: what waits is read from the store, so a worker that dies is
+replaced by one that goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import ray
+
+from online_sao.config import Config
+from online_sao.errors import NotFoundError, StoreError
+from online_sao.service import names
+from online_sao.store import RolloutStore
+from online_sao.types import Purpose, Rollout, StoredVerdict
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0  # how often the store is asked unprompted
+STORE_RETRY_S = 2.0
+UNSCORED_GRACE_S = 5.0  # beyond the judge's own timeouts, before we give up on its call
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)
+class RewardWorker:
+    """An actor on one event loop; `run` never returns."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = Config.model_validate(config)
+        self._store = RolloutStore(self._config.store_url)
+        self._judge = make_judge(self._config)
+        self._wake = asyncio.Event()
+        self._in_flight: set[str] = set()
+        self._slots = asyncio.Semaphore(self._config.judge.concurrency)
+        self._counts = {"scored": 0, "unscored": 0}
+        self._failure: str | None = None
+        self._task = asyncio.get_event_loop().create_task(self._run())
+
+    async def wake(self) -> None:
+        self._wake.set()
+
+    async def status(self) -> dict[str, Any]:
+        return {
+            **self._counts,
+            "in_flight": len(self._in_flight),
+            "failure": self._failure,
+            "model": self._judge.model,
+        }
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._one_round()
+            except StoreError as error:
+                self._failure = str(error)
+                log.warning("%s", error)
+                await asyncio.sleep(STORE_RETRY_S)
+            try:
+                await asyncio.wait_for(self._wake.wait(), POLL_S)
+            except TimeoutError:
+                continue
+            finally:
+                self._wake.clear()
+
+    async def _one_round(self) -> None:
+        # In flight ones are still "waiting" in the store, so ask for that many more.
+        limit = 2 * self._config.judge.concurrency + len(self._in_flight)
+        waiting = await asyncio.to_thread(self._store.waiting_for_judge, limit)
+        for rollout in waiting:
+            if rollout.id in self._in_flight or not self._is_due(rollout):
+                continue
+            self._in_flight.add(rollout.id)
+            asyncio.get_running_loop().create_task(self._judge_one(rollout))
+
+    def _is_due(self, rollout: Rollout) -> bool:
+        """Whether the judge is to mark it now, or feedback may still come first."""
+        source = self._config.service.reward_source
+        if source == "judge" or rollout.purpose is Purpose.PRETRAINING:
+            return True
+        if source == "feedback":
+            return False
+        assert rollout.created_at is not None
+        wait = timedelta(seconds=self._config.service.feedback_wait_s)
+        return datetime.now(UTC) - rollout.created_at >= wait
+
+    async def _judge_one(self, rollout: Rollout) -> None:
+        try:
+            async with self._slots:
+                outcome = await self._score(rollout)
+            if isinstance(outcome, StoredVerdict):
+                await asyncio.to_thread(self._store.set_verdict, rollout.id, outcome)
+                self._counts["scored"] += 1
+                _notify_learner()
+            else:
+                await asyncio.to_thread(self._store.set_unscored, rollout.id, outcome)
+                self._counts["unscored"] += 1
+            self._failure = None
+        except NotFoundError:
+            pass  # deleted while it was judged
+        except StoreError as error:
+            self._failure = str(error)  # it still waits in the store; the next round takes it
+        finally:
+            self._in_flight.discard(rollout.id)
+            self._wake.set()
+
+    async def _score(self, rollout: Rollout) -> StoredVerdict | str:
+        """A verdict, or the reason why there is none."""
+        if rollout.preference is None:
+            return "no_preference"
+        verdict = await self._judge.score(
+            rollout.messages or [],
+            rollout.answer,
+            rollout.preference.style,
+            rollout.preference.pool,
+        )
+        if type(verdict).__name__ == "Unscored":
+            return str(verdict.reason)
+        return StoredVerdict(
+            quality=verdict.quality,
+            style=verdict.style,
+            reward=float(verdict.reward),
+            detected_style=verdict.detected_style,
+            rationale=verdict.rationale,
+            model=verdict.model,
+            latency_s=verdict.latency_s,
+            cost=verdict.cost,
+            raw=verdict.raw,
+        )
+
+
+def make_judge(config: Config) -> Any:
+    """The judge that the settings name. Raises judge.JudgeError."""
+    from judge import Judge
+
+    settings = config.judge
+    return Judge(
+        model=settings.model,
+        preferences=settings.preferences,
+        api_base=settings.api_base,
+        timeout_s=settings.timeout_s,
+        max_tokens=settings.max_tokens,
+        max_retries=settings.max_retries,
+        concurrency=settings.concurrency,
+        votes=settings.votes,
+        flip_probability=settings.flip_probability,
+        seed=config.learner.seed,
+    )
+
+
+def _notify_learner() -> None:
+    with contextlib.suppress(ValueError):  # not up yet: it looks into the store by itself
+        ray.get_actor(names.LEARNER, namespace=names.NAMESPACE).wake.remote()

@@ -1,0 +1,333 @@
+"""The FastAPI app of a replica: vLLM's OpenAI routes as they are, and ours beside them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import ray
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from online_sao.config import Config
+from online_sao.errors import NotFoundError, OnlineSAOError, StoreError
+from online_sao.service import names
+from online_sao.service.http import Edge, error_body
+from online_sao.types import Preference, Rollout, RolloutState
+
+CONTROL_TIMEOUT_S = 10.0  # an actor that does not answer by then counts as down
+ROLLBACK_TIMEOUT_S = 150.0
+MAX_PAGE = 1000
+
+
+class PreferenceBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    style: str
+    pool: list[str] | None = None
+    note: str | None = Field(None, max_length=1000)
+
+
+class FeedbackBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    id: str
+    choice: int = Field(0, ge=0)
+    reward: float = Field(ge=0, le=1, allow_inf_nan=False)
+    comment: str | None = Field(None, max_length=10_000)
+
+
+class PauseBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    reason: str = Field("paused by the operator", max_length=1000)
+
+
+class RollbackBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    version: int = Field(ge=0)
+
+
+def build_app(endpoint: Any, config: Config) -> Any:
+    """The ASGI app for `endpoint` (service.replica.Endpoint), wrapped in its Edge."""
+    from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_chat
+    from vllm.entrypoints.openai.completion.api_router import attach_router as attach_completion
+    from vllm.entrypoints.openai.models.api_router import attach_router as attach_models
+    from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+
+    from judge import JudgeError
+    from online_sao.service.engine import RequestContext
+    from online_sao.service.replica import KEPT_ROUTES
+    from online_sao.service.reward_worker import make_judge
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await endpoint.start(app.state)
+        try:
+            yield
+        finally:
+            await endpoint.stop()
+
+    app = FastAPI(title="online_sao", lifespan=lifespan)
+    for attach in (attach_chat, attach_completion, attach_models):
+        attach(app)
+    # vLLM attaches more than the contract names (batch and render routes): those bypass ids.
+    app.router.routes[:] = [
+        route
+        for route in app.router.routes
+        if not getattr(route, "path", "").startswith("/v1/") or route.path in KEPT_ROUTES  # type: ignore[attr-defined]
+    ]
+    init_exception_handler(app)
+    judge = make_judge(config)
+
+    def learner() -> Any:
+        return ray.get_actor(names.LEARNER, namespace=names.NAMESPACE)
+
+    async def ask(call: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        return await asyncio.wait_for(call, timeout_s)
+
+    # --- errors in OpenAI's shape
+
+    @app.exception_handler(NotFoundError)
+    async def _not_found(_: Request, error: NotFoundError) -> JSONResponse:
+        return JSONResponse(error_body(404, str(error), "not_found_error"), 404)
+
+    @app.exception_handler(StoreError)
+    async def _store_down(_: Request, error: StoreError) -> JSONResponse:
+        return JSONResponse(error_body(503, str(error), "server_error"), 503)
+
+    @app.exception_handler(OnlineSAOError)
+    async def _ours(_: Request, error: OnlineSAOError) -> JSONResponse:
+        return JSONResponse(error_body(409, str(error), "conflict_error"), 409)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        faults = "; ".join(
+            f"{'.'.join(str(part) for part in fault['loc'][1:]) or 'body'}: {fault['msg']}"
+            for fault in error.errors()
+        )
+        return JSONResponse(error_body(400, faults), 400)
+
+    @app.exception_handler(HTTPException)
+    async def _http(_: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code)
+
+    def learner_down() -> JSONResponse:
+        return JSONResponse(
+            error_body(503, "The learner does not answer; it is being restarted.", "server_error"),
+            503,
+        )
+
+    # --- health
+
+    @app.get("/health")
+    async def health() -> Response:
+        await endpoint.check_health()
+        return Response(status_code=200)
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether the weights served are current and the learner learns."""
+        try:
+            status = await ask(learner().status.remote())
+        except (ValueError, TimeoutError, ray.exceptions.RayError):
+            return learner_down()
+        version, _ = await ask(
+            ray.get_actor(names.BOARD, namespace=names.NAMESPACE).current.remote()
+        )
+        is_ready = status["state"] == "learning" and endpoint.weights_error is None
+        body = {
+            "ready": is_ready,
+            "learner": status["state"],
+            "pretraining": status.get("pretraining"),
+            "weight_version": endpoint.engine.weight_version,
+            "current_version": version,
+            "error": status["error"] or endpoint.weights_error,
+        }
+        return JSONResponse(body, 200 if is_ready else 503)
+
+    # --- preference
+
+    @app.get("/v1/preference")
+    async def get_preference() -> JSONResponse:
+        current = await asyncio.to_thread(endpoint.store.preference)
+        return JSONResponse(_preference_json(current))
+
+    @app.put("/v1/preference")
+    async def put_preference(body: PreferenceBody) -> JSONResponse:
+        current = await asyncio.to_thread(endpoint.store.preference)
+        pool = body.pool if body.pool is not None else (list(current.pool) if current else [])
+        try:
+            judge.check_style(body.style, pool)
+        except JudgeError as error:
+            return JSONResponse(error_body(400, str(error)), 400)
+        wanted = Preference(style=body.style, pool=tuple(pool), note=body.note)
+        stored = await asyncio.to_thread(
+            endpoint.store.set_preference, wanted, endpoint.engine.weight_version
+        )
+        return JSONResponse(_preference_json(stored))
+
+    # --- rollouts
+
+    @app.get("/v1/rollouts")
+    async def list_rollouts(
+        after: Annotated[int | None, Query(ge=0)] = None,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+        state: RolloutState | None = None,
+    ) -> JSONResponse:
+        """Rollouts in order of recording, after sequence number `after`; else the newest."""
+
+        def read() -> list[dict[str, Any]]:
+            found = endpoint.store.list(
+                after_seq=after,
+                limit=limit,
+                states=None if state is None else [state],
+                newest_first=after is None,
+            )
+            return [_rollout_json(endpoint.store, rollout) for rollout in found]
+
+        data = await asyncio.to_thread(read)
+        last = max((row["seq"] for row in data), default=after or 0)
+        return JSONResponse({"data": data, "last_seq": last})
+
+    @app.get("/v1/rollouts/{id}")
+    async def get_rollout(id: str) -> JSONResponse:
+        def read() -> dict[str, Any]:
+            return _rollout_json(endpoint.store, endpoint.store.get(id))
+
+        return JSONResponse(await asyncio.to_thread(read))
+
+    @app.delete("/v1/rollouts/{id}")
+    async def delete_rollout(id: str) -> JSONResponse:
+        await asyncio.to_thread(endpoint.store.delete_text, id)
+        return JSONResponse({"id": id, "deleted": True})
+
+    @app.post("/v1/feedback")
+    async def feedback(body: FeedbackBody) -> JSONResponse:
+        id = body.id if body.choice == 0 else f"{body.id}.{body.choice}"
+        trained, reason = await asyncio.to_thread(
+            endpoint.store.add_feedback, id, body.reward, body.comment
+        )
+        if trained:
+            learner().wake.remote()
+            return JSONResponse({"trained": True})
+        return JSONResponse({"trained": False, "reason": reason}, 202)
+
+    # --- learning
+
+    @app.get("/v1/learning")
+    async def learning() -> JSONResponse:
+        try:
+            status = await ask(learner().status.remote())
+        except (ValueError, TimeoutError, ray.exceptions.RayError):
+            return learner_down()
+        counts = await asyncio.to_thread(endpoint.store.counts)
+        reasons = await asyncio.to_thread(endpoint.store.reason_counts)
+        return JSONResponse(
+            {
+                "weight_version": status.get("version", 0),
+                "serving_version": endpoint.engine.weight_version,
+                "updates": status.get("num_updates", 0),
+                "paused": status.get("paused", False),
+                "pause_reason": status.get("pause_reason"),
+                "state": status["state"],
+                "error": status["error"] or status.get("failure") or endpoint.weights_error,
+                "preset": status["preset"],
+                "run_id": status.get("run_id"),
+                "rollouts_per_minute": status.get("rollouts_per_minute", 0.0),
+                "queue": {str(key): value for key, value in counts.items()},
+                "reasons": {f"{s}:{reason}": n for (s, reason), n in reasons.items()},
+                "unrecorded": endpoint.num_unrecorded,
+                "metrics": status.get("metrics", {}),
+                "pretraining": status.get("pretraining", {}),
+            }
+        )
+
+    @app.get("/v1/learning/versions")
+    async def versions(limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100) -> JSONResponse:
+        found = await asyncio.to_thread(endpoint.store.versions, limit)
+        return JSONResponse({"data": [_jsonable(asdict(version)) for version in found]})
+
+    @app.post("/v1/learning/pause")
+    async def pause(body: PauseBody | None = None) -> JSONResponse:
+        await ask(learner().pause.remote((body or PauseBody()).reason))
+        return JSONResponse({"paused": True})
+
+    @app.post("/v1/learning/resume")
+    async def resume() -> JSONResponse:
+        await ask(learner().resume.remote())
+        return JSONResponse({"paused": False})
+
+    @app.post("/v1/learning/rollback")
+    async def rollback(body: RollbackBody) -> JSONResponse:
+        try:
+            made = await ask(learner().rollback.remote(body.version), ROLLBACK_TIMEOUT_S)
+        except ray.exceptions.RayTaskError as error:
+            # The learner says which versions it could go back to.
+            cause = error.cause if isinstance(error.cause, OnlineSAOError) else error
+            return JSONResponse(error_body(409, str(cause), "conflict_error"), 409)
+        return JSONResponse({"weight_version": made, "from_version": body.version})
+
+    def make_context(**fields: Any) -> RequestContext:
+        return RequestContext(**fields, store_ok=not endpoint.store_failed)
+
+    return Edge(app, config.service, make_context)
+
+
+def _preference_json(preference: Preference | None) -> dict[str, Any]:
+    if preference is None:
+        return {"style": None, "pool": [], "note": None}
+    return _jsonable(asdict(preference))
+
+
+def _rollout_json(store: Any, rollout: Rollout) -> dict[str, Any]:
+    metrics = None
+    if rollout.trained_version is not None:
+        metrics = store.get_version(rollout.trained_version).metrics
+    return _jsonable(
+        {
+            "id": rollout.id,
+            "response_id": rollout.response_id,
+            "choice": rollout.choice,
+            "seq": rollout.seq,
+            "state": rollout.state,
+            "reason": rollout.reason,
+            "judge_state": rollout.judge_state,
+            "purpose": rollout.purpose,
+            "created_at": rollout.created_at,
+            "session_id": rollout.session_id,
+            "run_id": rollout.run_id,
+            "preference": None
+            if rollout.preference is None
+            else {"style": rollout.preference.style, "pool": list(rollout.preference.pool)},
+            "verdict": None if rollout.verdict is None else asdict(rollout.verdict),
+            "reward": rollout.reward,
+            "answer": rollout.answer,
+            "messages": rollout.messages,
+            "finish_reason": rollout.finish_reason,
+            "num_action_tokens": sum(span.end - span.start for span in rollout.weight_spans),
+            "weight_version_start": rollout.weight_version_start,
+            "weight_version_end": rollout.weight_version_end,
+            "trained_version": rollout.trained_version,
+            "temperature": rollout.temperature,
+            "latency_s": rollout.latency_s,
+            "metrics": metrics,
+        }
+    )
+
+
+def _jsonable(value: Any) -> Any:
+    from datetime import datetime
+
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, float) and value != value:
+        return None  # JSON has no NaN
+    return value

@@ -1,0 +1,321 @@
+"""Start and stop an endpoint: the driver's side. The parts run in Ray; this watches them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import logging
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from online_sao.config import Config
+from online_sao.errors import ConfigError, OnlineSAOError
+from online_sao.prepare import model_hash, resolve_model
+from online_sao.service import cleanup, names
+from online_sao.service.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from online_sao.service.weights import SHARED_MEMORY
+from online_sao.store import RolloutStore
+from online_sao.types import Preference
+
+START_TIMEOUT_S = 900.0  # engine and learner loading, value pretraining
+STOP_TIMEOUT_S = 90.0  # the running update and the last checkpoint
+POLL_S = 0.5
+SERVE_OVERHEAD_REQUESTS = 256  # control requests beside the generating ones
+
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Engine and learner share the cores: a thread that waits must sleep, not spin, or each
+    # burns the time that the other needs.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "KMP_BLOCKTIME": "0",
+    "RAY_DEDUP_LOGS": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+
+Report = Callable[[str], None]
+
+
+class Endpoint:
+    """A running endpoint. Use `running_endpoint`, which stops it whatever happens."""
+
+    def __init__(self, config: Config, report: Report) -> None:
+        self._config = config
+        self._report = report
+        self._lock: Any = None
+        self._ray_started = False
+        self._weights_dir = SHARED_MEMORY / f"online_sao-{_short_hash(config.run_dir)}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._config.service.host}:{self._config.service.port}"
+
+    def start(self) -> None:
+        """Check, prepare, start all parts; returns when the HTTP port answers.
+
+        Raises OnlineSAOError with one sentence on what is wrong.
+        """
+        config = self._config
+        check_settings(config)
+        self._take_run_dir()
+        left = cleanup.end_processes(config.run_dir)
+        cleanup.remove_segments(config.run_dir)
+        if left:
+            self._report(f"ended {left} processes that an earlier crash left behind")
+        check_port(config.service.host, config.service.port)
+        self._report("preparing the model")
+        model = resolve_model(config.model.name)
+        digest = model_hash(model)
+        with RolloutStore(config.store_url) as store:
+            if store.preference() is None:
+                store.set_preference(
+                    Preference(config.preference.style, tuple(config.preference.pool)), None
+                )
+        os.environ.update({k: os.environ.get(k, v) for k, v in ENVIRONMENT.items()})
+        self._report("starting Ray")
+        self._start_ray()
+        self._start_parts(model, digest)
+
+    def wait_ready(self, on_status: Callable[[dict[str, Any]], None] | None = None) -> None:
+        """Wait until value pretraining is done and the learner learns."""
+        import httpx
+
+        deadline = time.monotonic() + START_TIMEOUT_S
+        key = os.environ.get(ADMIN_KEY_VARIABLE) or os.environ.get(API_KEY_VARIABLE)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError, ValueError):
+                answer = httpx.get(f"{self.url}/ready", headers=headers, timeout=10)
+                status = answer.json()
+                if answer.status_code == 200:
+                    return
+                if status.get("learner") == "failed":
+                    raise OnlineSAOError(f"The learner failed: {status['error']}")
+                if on_status is not None:
+                    on_status(status)
+            time.sleep(POLL_S)
+        raise OnlineSAOError(f"The endpoint was not ready within {START_TIMEOUT_S:.0f} s.")
+
+    def watch(self) -> None:
+        """Block until interrupted; raises OnlineSAOError if a part ends for good."""
+        import ray
+
+        while True:
+            time.sleep(2.0)
+            try:
+                learner = ray.get_actor(names.LEARNER, namespace=names.NAMESPACE)
+                status = ray.get(learner.status.remote(), timeout=30)
+            except (ValueError, ray.exceptions.RayError):
+                continue  # being restarted
+            if status["state"] == "failed":
+                raise OnlineSAOError(f"The learner failed: {status['error']}")
+
+    def stop(self) -> None:
+        """Stop all parts in order; leaves no process, no shared memory, and a checkpoint."""
+        if self._ray_started:
+            import ray
+            from ray import serve
+
+            with contextlib.suppress(Exception):
+                learner = ray.get_actor(names.LEARNER, namespace=names.NAMESPACE)
+                ray.get(learner.stop.remote(STOP_TIMEOUT_S), timeout=STOP_TIMEOUT_S + 10)
+            with contextlib.suppress(Exception):
+                cleanup.note_segments(self._config.run_dir)
+            with contextlib.suppress(Exception):
+                serve.shutdown()
+            with contextlib.suppress(Exception):
+                ray.shutdown()
+            self._ray_started = False
+        if self._lock is not None:
+            if not cleanup.wait_for_end(self._config.run_dir, cleanup.TERMINATE_WAIT_S):
+                cleanup.end_processes(self._config.run_dir)
+            cleanup.remove_segments(self._config.run_dir)
+            shutil.rmtree(self._weights_dir, ignore_errors=True)
+            self._lock.release()
+            self._lock = None
+
+    # --- parts
+
+    def _take_run_dir(self) -> None:
+        from filelock import FileLock, Timeout
+
+        folder = self._config.run_dir
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(folder / ".lock")
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise OnlineSAOError(
+                f"Another endpoint runs on {folder}; stop it, or give this one its own folder "
+                "with --run-dir."
+            ) from None
+        except OSError as error:
+            raise OnlineSAOError(
+                f"The run folder {folder} cannot be written ({error.strerror}); choose another "
+                "with --run-dir or ONLINE_SAO_HOME."
+            ) from None
+        self._lock = lock
+
+    def _start_ray(self) -> None:
+        import ray
+
+        address = os.environ.get("RAY_ADDRESS")
+        if address and self._config.store_url.startswith("sqlite"):
+            raise ConfigError(
+                "SQLite is for one host: on a Ray cluster set store.url to a PostgreSQL database."
+            )
+        variables = {**ENVIRONMENT, names.RUN_DIR_VARIABLE: str(self._config.run_dir)}
+        options: dict[str, Any] = {
+            "namespace": names.NAMESPACE,
+            "log_to_driver": bool(os.environ.get("ONLINE_SAO_DEBUG")),
+            "logging_level": logging.ERROR,
+            "runtime_env": {"env_vars": variables},
+        }
+        if not address:
+            # Logical CPUs: placement only. Real use of the cores is set by thread counts.
+            options |= {
+                "num_cpus": max(4, os.cpu_count() or 1),
+                "include_dashboard": False,
+                "object_store_memory": 256 * 2**20,
+            }
+        with _quiet():
+            ray.init(**options)
+        self._ray_started = True
+
+    def _start_parts(self, model: str, digest: str) -> None:
+        from ray import serve
+
+        from online_sao.service.board import WeightBoard
+        from online_sao.service.learner_actor import LearnerActor
+        from online_sao.service.replica import Endpoint as EndpointDeployment
+        from online_sao.service.reward_worker import RewardWorker
+
+        config = self._config
+        data = config.model_dump(mode="json")
+        WeightBoard.options(name=names.BOARD, lifetime="detached", max_restarts=-1).remote()
+        self._report("starting learner and judge")
+        # Handles are kept: an actor without one would be collected.
+        self._parts = [
+            LearnerActor.options(name=names.LEARNER).remote(
+                data, model, digest, str(self._weights_dir)
+            ),
+            RewardWorker.options(name=names.REWARD_WORKER).remote(data),
+        ]
+        self._report("starting the engine")
+        deployment = EndpointDeployment.options(
+            num_replicas=config.engine.num_replicas,
+            max_ongoing_requests=config.service.max_ongoing_requests + SERVE_OVERHEAD_REQUESTS,
+            health_check_period_s=5,
+            health_check_timeout_s=30,
+            graceful_shutdown_timeout_s=10,
+            ray_actor_options={"num_cpus": 1},
+        )
+        with _quiet():
+            serve.start(
+                http_options={"host": config.service.host, "port": config.service.port},
+                logging_config={"log_level": "ERROR", "enable_access_log": False},
+            )
+            try:
+                serve.run(
+                    deployment.bind(data, model), name=names.APP, route_prefix="/", blocking=False
+                )
+            except RuntimeError as error:
+                raise OnlineSAOError(
+                    f"The engine did not start: {_last_line(str(error))} "
+                    "(set ONLINE_SAO_DEBUG=1 to see its output)."
+                ) from None
+        cleanup.note_segments(config.run_dir)
+
+
+@contextlib.contextmanager
+def running_endpoint(config: Config, report: Report = print) -> Iterator[Endpoint]:
+    """A started endpoint; stopped at the end, and also when starting fails half-way."""
+    endpoint = Endpoint(config, report)
+    try:
+        endpoint.start()
+        yield endpoint
+    finally:
+        endpoint.stop()
+
+
+def check_settings(config: Config) -> None:
+    """What can be wrong before anything is started. Raises OnlineSAOError."""
+    from judge import JudgeError
+    from online_sao.config import OFFLINE_ONLY_ADVANTAGES
+    from online_sao.service.reward_worker import make_judge
+
+    if config.learner.advantage in OFFLINE_ONLY_ADVANTAGES:
+        raise ConfigError(
+            f"The preset '{config.learner.preset}' compares several answers to one prompt, and "
+            "a live request is answered once; run it with `online-sao train`."
+        )
+    host, has_key = config.service.host, bool(os.environ.get(API_KEY_VARIABLE))
+    if not (_is_loopback(host) or has_key or config.service.insecure):
+        raise ConfigError(
+            f"Binding to {host} opens the endpoint to others: set {API_KEY_VARIABLE}, or pass "
+            "--insecure if that is meant."
+        )
+    try:
+        judge = make_judge(config)
+        judge.check()
+        judge.check_style(config.preference.style, config.preference.pool)
+    except JudgeError as error:
+        raise ConfigError(str(error)) from None
+    if config.service.topics is not None:
+        from online_sao.writing import load_topics
+
+        load_topics(config.service.topics)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise OnlineSAOError when something listens there already."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OnlineSAOError(
+                f"The address {host}:{port} cannot be used ({error.strerror}); "
+                "choose another with --port."
+            ) from None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _short_hash(path: Path) -> str:
+    return hashlib.sha256(str(path).encode()).hexdigest()[:10]
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no reason given."
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Ray's start-up chatter from the terminal, unless debugging."""
+    if os.environ.get("ONLINE_SAO_DEBUG"):
+        yield
+        return
+    sys.stdout.flush()
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
+        yield
