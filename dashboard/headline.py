@@ -1,0 +1,109 @@
+"""One plain sentence on what is happening, and what to do if it is not well. No streamlit."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, tzinfo
+
+from dashboard.queries import RECENT, Situation
+
+SETTLED = 0.8  # mean reward over the last RECENT rollouts from which a preference is learned
+STUCK_ROLLOUTS = 150  # after so many, a reward still under STUCK needs a decision
+STUCK = 0.3
+JUDGE_FAILING = 0.2  # share of unscored answers worth a word
+IDLE_S = 300  # seconds without an answer worth a word
+STALLED_S = 120  # seconds without an update while answers wait
+
+
+def headline(now: Situation, zone: tzinfo) -> str:
+    """What the endpoint is doing, for someone who has just opened the page."""
+    phase = now.phase
+    if now.num_rollouts == 0:
+        wanted = f" {style_name(phase.style)} is preferred." if phase else ""
+        return f"No answer has been recorded yet.{wanted} Send a first request to the endpoint."
+    if now.paused_since is not None:
+        why = f" ({now.pause_reason})" if now.pause_reason else ""
+        return (
+            f"Learning is paused since {clock(now.paused_since, zone)}{why}: version "
+            f"{now.version} goes on answering and nothing is learned."
+        )
+    if phase is None:
+        return f"{now.num_rollouts:,} answers are recorded, but no style is preferred yet."
+    name, since = style_name(phase.style), clock(phase.started_at, zone)
+    if not now.num_scored or now.reward_now is None or now.reward_at_switch is None:
+        return f"{name} is preferred since {since}; no answer has been judged since then."
+    if now.num_scored >= RECENT and now.reward_now >= SETTLED:
+        text = (
+            f"Settled on {name} since {since}: reward {now.reward_now:.2f} over the last "
+            f"{RECENT} answers ({now.num_scored:,} under this preference)"
+        )
+    else:
+        text = (
+            f"Adapting to {name} since {since}: reward {now.reward_at_switch:.2f} → "
+            f"{now.reward_now:.2f} in {now.num_scored:,} rollouts"
+        )
+    if now.policy_lag is not None:
+        text += f"; policy lag {now.policy_lag:.0f}"
+    if now.warnings:
+        count = len(now.warnings)
+        text += f"; {count} warning{'s' if count > 1 else ''} since the switch."
+    else:
+        text += "; guard rails quiet."
+    return text
+
+
+def advice(
+    now: Situation, *, service_answers: bool | None, at: datetime | None = None
+) -> list[str]:
+    """What an operator should know beyond the headline, each with what to do. Often empty."""
+    at = at or datetime.now(UTC)
+    found = []
+    if service_answers is False:
+        found.append("The service does not answer: figures below are what it left in the store.")
+    if now.unscored_share > JUDGE_FAILING:
+        found.append(
+            f"The judge failed on {now.unscored_share:.0%} of the last answers; they are not "
+            "learned from. The reasons stand under Learning health: check the judge."
+        )
+    if now.paused_since is not None:
+        found.append("Resume it under Controls when the cause is gone.")
+    elif now.num_scored >= STUCK_ROLLOUTS and now.reward_now is not None and now.reward_now < STUCK:
+        found.append(
+            f"After {now.num_scored:,} rollouts the reward is still low. Look at Learning "
+            "health: if entropy is near 0 or the KL to the start is high, roll back under "
+            "Controls; else give it time."
+        )
+    waiting = now.waiting_for_learner
+    if waiting and now.updates_per_minute is None and now.paused_since is None:
+        last = now.last_answer_at
+        if last is not None and (at - last).total_seconds() > STALLED_S:
+            found.append(
+                f"{waiting} answers wait for the learner, but no update was made for "
+                f"{STALLED_S // 60} minutes. See the service's log, or restart it: nothing is lost."
+            )
+    if now.warnings:
+        newest = now.warnings[0]
+        said = newest.data.get("what") or newest.data.get("reason") or newest.kind
+        found.append(f"Last warning: {said}")
+    idle = (at - now.last_answer_at).total_seconds() if now.last_answer_at else 0.0
+    if idle > IDLE_S:
+        found.append(f"The last answer was recorded {duration(idle)} ago.")
+    return found
+
+
+def style_name(style: str) -> str:
+    return style[:1].upper() + style[1:].replace("_", " ")
+
+
+def clock(at: datetime, zone: tzinfo) -> str:
+    """The time of day, with the date if it is not today's."""
+    local = at.astimezone(zone)
+    today = datetime.now(zone).date()
+    return local.strftime("%H:%M" if local.date() == today else "%d %b %H:%M")
+
+
+def duration(seconds: float) -> str:
+    for size, name in ((86_400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {name}{'s' if count > 1 else ''}"
+    return f"{seconds:.0f} s"

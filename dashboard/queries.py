@@ -1,0 +1,697 @@
+"""What the dashboard asks of the store: read-only, aggregated in SQL. No streamlit here.
+
+Every method is one short read. Ranges are of rollout numbers (`seq`), both ends included.
+Only answers to clients count (not those made for value pretraining).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from online_sao.errors import NotFoundError, StoreError
+from online_sao.store.database import make_engine, parse_url, place_of, store_errors
+from online_sao.store.models import (
+    SCHEMA_VERSION,
+    counters,
+    events,
+    feedback,
+    rollout_details,
+    rollouts,
+    runs,
+    versions,
+)
+from online_sao.store.store import load_rollouts
+from online_sao.types import Event, Purpose, Rollout, RolloutState
+
+T = TypeVar("T")
+
+POINTS = 2000  # up to so many rollouts are drawn one by one, more as means of groups
+GROUPS = 120  # groups of rollouts across a chart
+VERSIONS_SHOWN = 400  # versions across a chart of metrics; more are thinned evenly
+RECENT = 40  # rollouts that "now" means
+FIRST = 20  # rollouts that "at the switch" means
+SEARCHED = 50_000  # newest answers that a text search looks through
+
+_served = rollouts.c.purpose == Purpose.SERVE.value
+_scored = rollouts.c.reward.isnot(None)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A preference and the rollouts made under it, from `first_seq` on."""
+
+    style: str
+    pool: tuple[str, ...]
+    note: str | None
+    event_id: int
+    started_at: datetime
+    weight_version: int | None
+    first_seq: int
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is going on, as far as the store knows."""
+
+    num_rollouts: int
+    run: str | None = None
+    preset: str | None = None
+    phase: Phase | None = None
+    num_scored: int = 0  # rollouts with a reward in this phase
+    reward_at_switch: float | None = None
+    reward_now: float | None = None
+    preferred_share: float | None = None
+    waiting_for_judge: int = 0
+    waiting_for_learner: int = 0
+    unscored_share: float = 0.0  # of the last RECENT answers
+    last_answer_at: datetime | None = None
+    version: int | None = None
+    policy_lag: float | None = None
+    updates_per_minute: float | None = None
+    paused_since: datetime | None = None
+    pause_reason: str | None = None
+    warnings: list[Event] = field(default_factory=list)  # guards and errors in this phase
+
+
+@dataclass(frozen=True)
+class Series:
+    """Figures over a range of rollouts."""
+
+    shares: pd.DataFrame  # rollout, style, share, answers
+    marks: pd.DataFrame  # rollout, at, reward, quality, style_match, answers
+    values: pd.DataFrame  # rollout, at, value, reward (trained rollouts only)
+    points: pd.DataFrame  # rollout, at, reward, style; empty for long ranges
+    width: int  # rollouts in a group
+
+
+@dataclass(frozen=True)
+class Filters:
+    state: str | None = None
+    reason: str | None = None
+    detected_style: str | None = None
+    preferred_style: str | None = None
+    reward: str | None = None  # "1", "0", "between", "none"
+    version: int | None = None  # that wrote it or was made from it
+    session: str | None = None
+    text: str | None = None
+
+
+class StoreReader:
+    def __init__(self, url: str) -> None:
+        """Raises StoreError for a URL that cannot be one. Nothing is opened yet."""
+        parsed = parse_url(url)
+        self.place = place_of(parsed)
+        self._file = parsed.database if parsed.get_backend_name() == "sqlite" else None
+        self._engine = make_engine(parsed, read_only=True)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def is_there(self) -> bool:
+        """Whether there is a store. False before the service's first start."""
+        if self._file is not None and not Path(self._file).exists():
+            return False
+
+        def work(conn: Connection) -> bool:
+            if not sa.inspect(conn).has_table(counters.name):
+                return False
+            schema = conn.execute(
+                sa.select(counters.c.value).where(counters.c.name == "schema")
+            ).scalar()
+            if schema != SCHEMA_VERSION:
+                raise StoreError(
+                    f"The store at {self.place} has schema {schema}; this dashboard reads "
+                    f"schema {SCHEMA_VERSION}. Use the dashboard of the same online_sao."
+                )
+            return True
+
+        return self._read(work)
+
+    # ---- live
+
+    def num_rollouts(self) -> int:
+        return self._read(_num_rollouts)
+
+    def phases(self) -> list[Phase]:
+        """All preferences, oldest first, each with its first rollout."""
+        return self._read(_phases)
+
+    def situation(self) -> Situation:
+        def work(conn: Connection) -> Situation:
+            c = rollouts.c
+            total = _num_rollouts(conn)
+            run = conn.execute(runs.select().order_by(runs.c.started.desc()).limit(1)).first()
+            phases = _phases(conn)
+            phase = phases[-1] if phases else None
+            since = phase.first_seq if phase else 1
+            scored = [_served, _scored, c.seq >= since]
+            newest = sa.select(c.reward, c.detected_style).where(*scored)
+            last = conn.execute(newest.order_by(c.seq.desc()).limit(RECENT)).all()
+            first = conn.execute(newest.order_by(c.seq).limit(FIRST)).all()
+            version = conn.execute(
+                versions.select().order_by(versions.c.version.desc()).limit(1)
+            ).first()
+            latest = conn.execute(
+                sa.select(c.created_at, c.state).where(_served).order_by(c.seq.desc()).limit(RECENT)
+            ).all()
+            paused = _paused(conn)
+            warned = (
+                events.select()
+                .where(events.c.kind.in_(("guard", "error")))
+                .where(events.c.id > (phase.event_id if phase else 0))
+                .order_by(events.c.id.desc())
+                .limit(20)
+            )
+            judged = [r for r in latest if r.state != RolloutState.PENDING]
+            failed = sum(r.state == RolloutState.UNSCORED for r in judged)
+            return Situation(
+                num_rollouts=total,
+                run=run.id if run else None,
+                preset=run.preset if run else None,
+                phase=phase,
+                num_scored=_count(conn, *scored) if phase or total else 0,
+                reward_at_switch=_mean([r.reward for r in first]),
+                reward_now=_mean([r.reward for r in last]),
+                preferred_share=_mean(
+                    [
+                        float(r.detected_style == phase.style)
+                        for r in last
+                        if r.detected_style is not None
+                    ]
+                )
+                if phase
+                else None,
+                waiting_for_judge=_count(conn, c.state == RolloutState.PENDING.value),
+                waiting_for_learner=_count(
+                    conn, c.state.in_([RolloutState.REWARDED.value, RolloutState.CLAIMED.value])
+                ),
+                unscored_share=failed / len(judged) if judged else 0.0,
+                last_answer_at=latest[0].created_at if latest else None,
+                version=version.version if version else None,
+                policy_lag=(version.metrics or {}).get("rollout/policy_lag_max")
+                if version
+                else None,
+                updates_per_minute=_updates_per_minute(conn),
+                paused_since=paused.created_at if paused else None,
+                pause_reason=str(paused.data.get("reason", "")) if paused else None,
+                warnings=[_event(row) for row in conn.execute(warned)],
+            )
+
+        return self._read(work)
+
+    def series(self, first: int, last: int) -> Series:
+        """Style shares, marks and values between two rollout numbers."""
+        c = rollouts.c
+        count = max(last - first + 1, 1)
+        width = max(1, math.ceil(count / GROUPS)) if count > POINTS else max(10, count // 60)
+        where = [c.seq >= first, c.seq <= last, _served]
+
+        def points(conn: Connection) -> pd.DataFrame:
+            columns = (
+                c.seq,
+                c.created_at,
+                c.reward,
+                c.quality,
+                c.style_match,
+                c.value_first,
+                c.detected_style,
+            )
+            rows = conn.execute(sa.select(*columns).where(*where, _scored).order_by(c.seq)).all()
+            names = ["rollout", "at", "reward", "quality", "style_match", "value", "style"]
+            return pd.DataFrame([tuple(row) for row in rows], columns=names)
+
+        def groups(conn: Connection) -> pd.DataFrame:
+            group = ((c.seq - first) // width).label("group")
+            rows = conn.execute(
+                sa.select(
+                    group,
+                    c.detected_style,
+                    sa.func.count(),
+                    sa.func.min(c.created_at),
+                    sa.func.sum(c.reward),
+                    sa.func.sum(c.quality),
+                    sa.func.count(c.quality),
+                    sa.func.sum(c.style_match),
+                    sa.func.sum(c.value_first),
+                    sa.func.count(c.value_first),
+                    sa.func.sum(sa.case((c.value_first.isnot(None), c.reward))),
+                )
+                .where(*where, _scored)
+                .group_by(group, c.detected_style)
+            ).all()
+            names = ["group", "style", "answers", "at", "reward", "quality", "marked"]
+            names += ["style_match", "value", "valued", "valued_reward"]
+            return pd.DataFrame([tuple(row) for row in rows], columns=names)
+
+        if count > POINTS:
+            return _grouped(self._read(groups), first, width)
+        return _pointwise(self._read(points), first, width)
+
+    # ---- learning health
+
+    def health(self, last: int | None) -> pd.DataFrame:
+        """Metrics of the newest `last` versions (None: all), a column per metric.
+
+        Index: version. Thinned evenly to VERSIONS_SHOWN rows.
+        """
+
+        def work(conn: Connection) -> pd.DataFrame:
+            v = versions.c
+            newest = conn.execute(sa.select(sa.func.max(v.version))).scalar()
+            if newest is None:
+                return pd.DataFrame()
+            oldest = conn.execute(sa.select(sa.func.min(v.version))).scalar() or 0
+            if last is not None:
+                oldest = max(oldest, newest - last + 1)
+            step = max(1, math.ceil((newest - oldest + 1) / VERSIONS_SHOWN))
+            wanted = range(newest, oldest - 1, -step)
+            rows = conn.execute(
+                sa.select(v.version, v.created_at, v.metrics)
+                .where(v.version.in_(wanted), v.kind == "update")
+                .order_by(v.version)
+            ).all()
+            table = pd.DataFrame(
+                [{"version": r.version, "at": r.created_at, **(r.metrics or {})} for r in rows]
+            )
+            return table.set_index("version") if len(table) else table
+
+        return self._read(work)
+
+    def run_settings(self) -> dict[str, Any]:
+        """The learner's settings in the current run; empty if unknown."""
+        query = sa.select(runs.c.config).order_by(runs.c.started.desc()).limit(1)
+        config = self._read(lambda conn: conn.execute(query).scalar())
+        return dict((config or {}).get("learner", {}))
+
+    def distinct_share(self, last: int = 200) -> float | None:
+        """Share of different texts among the newest answers."""
+
+        def work(conn: Connection) -> float | None:
+            newest = (
+                sa.select(rollout_details.c.answer)
+                .where(rollout_details.c.answer != "")
+                .order_by(rollout_details.c.seq.desc())
+                .limit(last)
+                .subquery()
+            )
+            different, total = conn.execute(
+                sa.select(sa.func.count(newest.c.answer.distinct()), sa.func.count())
+            ).one()
+            return different / total if total else None
+
+        return self._read(work)
+
+    def states(self) -> pd.DataFrame:
+        """How many rollouts are in each state, for each reason."""
+        c = rollouts.c
+
+        def work(conn: Connection) -> pd.DataFrame:
+            total = conn.execute(sa.select(c.state, sa.func.count()).group_by(c.state)).all()
+            reasons = conn.execute(
+                sa.select(c.state, c.reason, sa.func.count())
+                .where(c.reason.isnot(None))
+                .group_by(c.state, c.reason)
+            ).all()
+            left = {state: number for state, number in total}  # noqa: C416
+            for state, _, number in reasons:
+                left[state] -= number
+            rows = [(state, reason, number) for state, reason, number in reasons]
+            rows += [(state, "", number) for state, number in left.items() if number]
+            order = {state.value: position for position, state in enumerate(RolloutState)}
+            rows.sort(key=lambda row: (order[row[0]], row[1]))
+            return pd.DataFrame(rows, columns=["state", "reason", "rollouts"])
+
+        return self._read(work)
+
+    # ---- rollouts
+
+    def rollouts(
+        self, filters: Filters, *, before_seq: int | None = None, limit: int = 50
+    ) -> pd.DataFrame:
+        """A page of rollouts that pass `filters`, newest first."""
+        c = rollouts.c
+        where: list[sa.ColumnElement[bool]] = []
+        for column, wanted in (
+            (c.state, filters.state),
+            (c.reason, filters.reason),
+            (c.detected_style, filters.detected_style),
+            (c.style, filters.preferred_style),
+            (c.session_id, filters.session),
+        ):
+            if wanted:
+                where.append(column == wanted)
+        if filters.reward:
+            where.append(
+                {
+                    "1": c.reward == 1,
+                    "0": c.reward == 0,
+                    "between": sa.and_(c.reward > 0, c.reward < 1),
+                    "none": c.reward.is_(None),
+                }[filters.reward]
+            )
+        if filters.version is not None:
+            number = filters.version
+            where.append(
+                sa.or_(
+                    c.trained_version == number,
+                    sa.and_(c.weight_version_start <= number, c.weight_version_end >= number),
+                )
+            )
+        if before_seq is not None:
+            where.append(c.seq < before_seq)
+        if filters.text:
+            pattern = f"%{_escaped(filters.text)}%"
+            where.append(
+                rollout_details.c.answer.ilike(pattern, escape="\\")
+                | sa.type_coerce(rollout_details.c.messages, sa.Text).ilike(pattern, escape="\\")
+            )
+
+        def work(conn: Connection) -> pd.DataFrame:
+            if filters.text:
+                where.append(c.seq > _num_rollouts(conn) - SEARCHED)
+            rows = conn.execute(
+                sa.select(
+                    c.seq,
+                    c.id,
+                    c.created_at,
+                    c.state,
+                    c.reason,
+                    c.style,
+                    c.detected_style,
+                    c.reward,
+                    c.quality,
+                    c.style_match,
+                    c.reward_source,
+                    c.value_first,
+                    c.num_action_tokens,
+                    c.weight_version_start,
+                    c.weight_version_end,
+                    c.trained_version,
+                    c.latency_s,
+                    c.session_id,
+                    c.purpose,
+                    rollout_details.c.answer,
+                )
+                .select_from(rollouts.join(rollout_details))
+                .where(*where)
+                .order_by(c.seq.desc())
+                .limit(limit)
+            )
+            names = list(rows.keys())
+            return pd.DataFrame([tuple(row) for row in rows], columns=names)
+
+        return self._read(work)
+
+    def rollout(self, seq: int) -> Rollout:
+        """One rollout with its tokens."""
+
+        def work(conn: Connection) -> Rollout:
+            known = conn.execute(sa.select(rollouts.c.seq).where(rollouts.c.seq == seq)).scalar()
+            if known is None:
+                raise NotFoundError(f"There is no rollout {seq}.")
+            return load_rollouts(conn, [seq], with_tokens=True)[0]
+
+        return self._read(work)
+
+    def feedback(self, seq: int) -> pd.DataFrame:
+        """Feedback on one rollout, and verdicts that came too late to count."""
+        f = feedback.c
+        query = (
+            sa.select(f.created_at, f.source, f.reward, f.comment, f.used)
+            .where(f.seq == seq)
+            .order_by(f.id)
+        )
+
+        def work(conn: Connection) -> pd.DataFrame:
+            rows = conn.execute(query).all()
+            names = ["at", "source", "reward", "comment", "used"]
+            return pd.DataFrame([tuple(row) for row in rows], columns=names)
+
+        return self._read(work)
+
+    def known(self) -> dict[str, list[str]]:
+        """What the filters can choose from: reasons, and styles of all preferences."""
+
+        def work(conn: Connection) -> dict[str, list[str]]:
+            c = rollouts.c
+            reasons = conn.execute(
+                sa.select(c.reason).where(c.reason.isnot(None)).distinct().order_by(c.reason)
+            ).scalars()
+            return {"reasons": [str(r) for r in reasons], "styles": _styles(_phases(conn))}
+
+        return self._read(work)
+
+    # ---- versions
+
+    def versions(self, limit: int = 200) -> pd.DataFrame:
+        """The newest versions, with a few of their metrics."""
+        v = versions.c
+
+        def work(conn: Connection) -> pd.DataFrame:
+            rows = conn.execute(versions.select().order_by(v.version.desc()).limit(limit)).all()
+            return pd.DataFrame([_version_row(row) for row in rows])
+
+        return self._read(work)
+
+    def kept_versions(self) -> list[int]:
+        """Versions that have a checkpoint to roll back to, newest first."""
+        query = (
+            sa.select(versions.c.version)
+            .where(versions.c.checkpoint.isnot(None))
+            .order_by(versions.c.version.desc())
+        )
+        return self._read(lambda conn: list(conn.execute(query).scalars()))
+
+    def version_metrics(self, version: int) -> dict[str, Any]:
+        query = versions.select().where(versions.c.version == version)
+        row = self._read(lambda conn: conn.execute(query).first())
+        if row is None:
+            raise NotFoundError(f"There is no weight version {version}.")
+        return {**_version_row(row), **(row.metrics or {})}
+
+    def answers_of(self, version: int, limit: int = 3) -> pd.DataFrame:
+        """The first answers recorded after `version` was made, written by it or a later one."""
+        c = rollouts.c
+
+        def work(conn: Connection) -> pd.DataFrame:
+            made = conn.execute(
+                sa.select(versions.c.created_at).where(versions.c.version == version)
+            ).scalar()
+            if made is None:
+                raise NotFoundError(f"There is no weight version {version}.")
+            rows = conn.execute(
+                sa.select(
+                    c.seq,
+                    c.weight_version_end,
+                    c.detected_style,
+                    c.reward,
+                    rollout_details.c.answer,
+                )
+                .select_from(rollouts.join(rollout_details))
+                .where(c.created_at >= made, c.weight_version_end >= version, _served)
+                .order_by(c.created_at)
+                .limit(limit)
+            ).all()
+            names = ["rollout", "version", "style", "reward", "answer"]
+            return pd.DataFrame([tuple(row) for row in rows], columns=names)
+
+        return self._read(work)
+
+    def events(self, limit: int = 200) -> list[Event]:
+        """The newest events, newest first."""
+        query = events.select().order_by(events.c.id.desc()).limit(limit)
+        return self._read(lambda conn: [_event(row) for row in conn.execute(query)])
+
+    def model(self) -> str | None:
+        """Name or folder of the current run's model."""
+        query = sa.select(runs.c.model).order_by(runs.c.started.desc()).limit(1)
+        return self._read(lambda conn: conn.execute(query).scalar())
+
+    def _read(self, work: Callable[[Connection], T]) -> T:
+        with store_errors(self.place), self._engine.connect() as conn:
+            return work(conn)
+
+
+# ---- pieces
+
+
+def _num_rollouts(conn: Connection) -> int:
+    return conn.execute(sa.select(sa.func.max(rollouts.c.seq))).scalar() or 0
+
+
+def _count(conn: Connection, *where: sa.ColumnElement[bool]) -> int:
+    return conn.execute(sa.select(sa.func.count()).select_from(rollouts).where(*where)).scalar_one()
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def _phases(conn: Connection) -> list[Phase]:
+    rows = conn.execute(
+        events.select().where(events.c.kind == "preference").order_by(events.c.id)
+    ).all()
+    phases = []
+    for row in rows:
+        first = conn.execute(
+            sa.select(rollouts.c.seq)
+            .where(rollouts.c.created_at >= row.created_at)
+            .order_by(rollouts.c.created_at)
+            .limit(1)
+        ).scalar()
+        phases.append(
+            Phase(
+                style=row.data["style"],
+                pool=tuple(row.data["pool"]),
+                note=row.data.get("note"),
+                event_id=row.id,
+                started_at=row.created_at,
+                weight_version=row.weight_version,
+                first_seq=first if first is not None else _num_rollouts(conn) + 1,
+            )
+        )
+    return phases
+
+
+def _styles(phases: Sequence[Phase]) -> list[str]:
+    """Every style there was, in order of first appearance."""
+    named = [style for phase in phases for style in (*phase.pool, phase.style)]
+    return list(dict.fromkeys(named))
+
+
+def _paused(conn: Connection) -> Event | None:
+    """The pause in force, if any. A learner that starts anew is not paused."""
+    row = conn.execute(
+        events.select()
+        .where(events.c.kind.in_(("pause", "resume_learning", "resume")))
+        .order_by(events.c.id.desc())
+        .limit(1)
+    ).first()
+    return _event(row) if row is not None and row.kind == "pause" else None
+
+
+def _updates_per_minute(conn: Connection) -> float | None:
+    """Over the last two dozen updates; None when they are long ago."""
+    v = versions.c
+    times = list(
+        conn.execute(
+            sa.select(v.created_at).where(v.kind == "update").order_by(v.version.desc()).limit(24)
+        ).scalars()
+    )
+    if len(times) < 2 or (datetime.now(UTC) - times[0]).total_seconds() > 120:
+        return None
+    seconds = (times[0] - times[-1]).total_seconds()
+    return 60 * (len(times) - 1) / seconds if seconds > 0 else None
+
+
+def _event(row: sa.Row[Any]) -> Event:
+    return Event(row.id, row.kind, row.data, row.created_at, row.weight_version)
+
+
+def _version_row(row: sa.Row[Any]) -> dict[str, Any]:
+    metrics = row.metrics or {}
+    return {
+        "version": row.version,
+        "parent": row.parent,
+        "kind": row.kind,
+        "created_at": row.created_at,
+        "published_at": row.published_at,
+        "checkpoint": row.checkpoint is not None,
+        "pinned": row.pinned,
+        "abandoned": row.abandoned,
+        "reward": metrics.get("rollout/reward"),
+        "kl_to_start": metrics.get("policy/kl_to_start"),
+        "masked_fraction": metrics.get("policy/masked_fraction"),
+        "explained_variance": metrics.get("critic/explained_variance"),
+        "seconds": metrics.get("seconds/total"),
+        "run_id": row.run_id,
+    }
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+
+
+# ---- figures from rows
+
+ROLLING = 20  # rollouts in a rolling mean, when rollouts are drawn one by one
+ROLLING_FEWEST = 5
+
+
+def _pointwise(rows: pd.DataFrame, first: int, width: int) -> Series:
+    def rolling(table: pd.DataFrame, *names: str) -> pd.DataFrame:
+        means = table[list(names)].astype(float).rolling(ROLLING, min_periods=ROLLING_FEWEST)
+        return table[["rollout", "at"]].join(means.mean())
+
+    marks = rolling(rows, "reward", "quality", "style_match")
+    trained = rows[rows["value"].notna()].reset_index(drop=True)
+    named = rows[rows["style"].notna()]
+    groups = (named["rollout"] - first) // width
+    counted = named.groupby([groups.rename("group"), "style"]).size().rename("answers")
+    return Series(
+        shares=_shares(counted.reset_index(), first, width),
+        marks=marks,
+        values=rolling(trained, "value", "reward"),
+        points=rows[["rollout", "at", "reward", "style"]],
+        width=width,
+    )
+
+
+def _grouped(rows: pd.DataFrame, first: int, width: int) -> Series:
+    sums = rows.groupby("group").agg(
+        {name: "sum" for name in rows.columns if name not in ("group", "style", "at")}
+        | {"at": "min"}
+    )
+    middle = first + sums.index.to_numpy() * width + (width - 1) / 2
+    marks = pd.DataFrame(
+        {
+            "rollout": middle,
+            "at": sums["at"].to_numpy(),
+            "reward": (sums["reward"] / sums["answers"]).to_numpy(),
+            "quality": (sums["quality"] / sums["marked"].where(sums["marked"] > 0)).to_numpy(),
+            "style_match": (
+                sums["style_match"] / sums["marked"].where(sums["marked"] > 0)
+            ).to_numpy(),
+            "answers": sums["answers"].to_numpy(),
+        }
+    )
+    valued = sums["valued"].where(sums["valued"] > 0)
+    values = pd.DataFrame(
+        {
+            "rollout": middle,
+            "at": sums["at"].to_numpy(),
+            "value": (sums["value"] / valued).to_numpy(),
+            "reward": (sums["valued_reward"] / valued).to_numpy(),
+        }
+    ).dropna(subset=["value"])
+    named = rows[rows["style"].notna()][["group", "style", "answers"]]
+    return Series(
+        shares=_shares(named, first, width),
+        marks=marks,
+        values=values,
+        points=pd.DataFrame(columns=["rollout", "at", "reward", "style"]),
+        width=width,
+    )
+
+
+def _shares(counted: pd.DataFrame, first: int, width: int) -> pd.DataFrame:
+    """Every style in every group (zeros included, so that areas stack)."""
+    if not len(counted):
+        return pd.DataFrame(columns=["rollout", "style", "share", "answers"])
+    table = counted.pivot_table(
+        index="group", columns="style", values="answers", aggfunc="sum", fill_value=0
+    )
+    total = table.sum(axis=1)
+    long = table.stack().rename("answers").reset_index()
+    long["share"] = long["answers"] / long["group"].map(total)
+    long["rollout"] = first + long["group"] * width + (width - 1) / 2
+    return long[["rollout", "style", "share", "answers"]]
