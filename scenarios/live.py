@@ -55,6 +55,7 @@ EVALUATION_USERS = 16  # learning is paused meanwhile, so all cores may generate
 STALL_S = 600.0  # nothing at all finished for this long: give up
 NOTICE_S = 15.0  # nothing finished for this long: say why, if the endpoint knows
 READY_S = 3600.0  # model preparation and value pretraining come before /ready
+SAY_S = 5.0  # between lines that say what is waited for
 CLEANUP_S = 10.0  # for resuming learning on the way out
 RETRIED = frozenset({429, 502, 503, 504})
 
@@ -279,6 +280,7 @@ class Run:
         self._progress: Any = None
         self._bar: Any = None
         self._weight_version: int | None = None
+        self._said = float("-inf")  # when a waiting line was last written
 
     @property
     def folder(self) -> Path:
@@ -661,7 +663,12 @@ class Run:
         )
 
     def _say(self, text: str) -> None:
+        """What is waited for: in place of the bar's text, in a log a line now and then."""
         self._progress.update(self._bar, description=text)
+        now = time.monotonic()
+        if not sys.stderr.isatty() and now - self._said >= SAY_S:
+            self._said = now
+            self._note(text)
 
     def _note(self, text: str) -> None:
         self._progress.console.print(text, highlight=False)
