@@ -13,6 +13,8 @@ SCRIPTS = HERE.parents[1] / "scenarios"
 for folder in (HERE, SCRIPTS):
     sys.path.insert(0, str(folder))
 
+import compare  # noqa: E402
+import live  # noqa: E402
 from fake_endpoint import FakeEndpoint, served  # noqa: E402
 
 
@@ -68,7 +70,27 @@ def run(start):
 
     def finished(script: str, *arguments: object, **environment: str) -> tuple[int, str, str]:
         process = start(script, *arguments, **environment)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=180)
         return process.returncode, out, err
+
+    return finished
+
+
+@pytest.fixture
+def call(capsys, monkeypatch, tmp_path):
+    """Like `run`, in this process: the start of another one costs more than such a run."""
+
+    def finished(script: str, *arguments: object, **environment: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        for name in ("ONLINE_SAO_API_KEY", "ONLINE_SAO_ADMIN_KEY"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", [script])
+        capsys.readouterr()
+        main = {"live.py": live.main, "compare.py": compare.main}[script]
+        code = main([str(argument) for argument in arguments])
+        shown, err = capsys.readouterr()
+        return code, shown, err
 
     return finished

@@ -32,7 +32,7 @@ rollouts = 12
 """
 
 
-def wait_for(condition, seconds=20.0):
+def wait_for(condition, seconds=90.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -131,7 +131,7 @@ def test_ctrl_c_while_learning_is_paused_then_going_on(fake, url, start, run, tm
     # The third evaluation, of 150 answers, is under way: learning is paused by the script.
     wait_for(lambda: fake.pauses == 3 and fake.paused)
     process.send_signal(signal.SIGINT)
-    shown, err = process.communicate(timeout=30)
+    shown, err = process.communicate(timeout=90)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert not fake.paused
@@ -153,7 +153,7 @@ def test_ctrl_c_while_learning_is_paused_then_going_on(fake, url, start, run, tm
     process = start(SCRIPT, *arguments)
     wait_for(lambda: len(fake.training) >= 25)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=90)
     assert process.returncode == 130, err
     assert "Going on after 20 rollouts" in err
     assert not fake.paused
@@ -197,62 +197,73 @@ def test_weights_older_than_the_journal_are_noticed(fake, url, start, run, tmp_p
     process = start(SCRIPT, *arguments, "--heldout-answers", 1)
     wait_for(lambda: fake.version >= 10)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=90)
     fake.version = 3
     code, _, err = run(SCRIPT, *arguments, "--heldout-answers", 1)
     assert code == 2
     assert "start over with --fresh" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "No endpoint answers at http://127.0.0.1:9"),
-        (("--scenario", "none.toml"), "There is no scenario file none.toml"),
-        (("--phase-rollouts", 0), "phase.0.rollouts: Input should be greater than"),
-    ],
-)
-def test_errors_are_one_line_and_exit_code_2(run, tmp_path, arguments, message):
+def test_no_endpoint_is_one_line_and_exit_code_2(run, tmp_path):
     began = time.monotonic()
-    code, shown, err = run(SCRIPT, "--url", "http://127.0.0.1:9", "--wait", 0.2, *arguments)
+    code, shown, err = run(SCRIPT, "--url", "http://127.0.0.1:9", "--wait", 0.2)
     assert code == 2
-    assert message in err
-    assert "Traceback" not in err
     said = [line for line in err.splitlines() if "..." not in line]  # without the progress line
     assert len(said) == 1
-    assert said[0].startswith("preference_shift.py: ")
+    assert said[0].startswith("preference_shift.py: No endpoint answers at http://127.0.0.1:9 (")
+    assert "Start one with `online-sao serve`" in said[0]
     assert shown == ""
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert list(tmp_path.iterdir()) == []
 
 
-def test_something_else_at_the_address(run):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("none.toml",), "There is no scenario file none.toml"),
+        (("short.toml", "--phase-rollouts", 0), "phase.0.rollouts: Input should be greater than"),
+        (("short.toml", "--heldout-answers", 0), "heldout.answers: Input should be greater than"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_code_2(call, tmp_path, arguments, message):
+    (tmp_path / "short.toml").write_text(SHORT)
+    code, shown, err = call("live.py", *arguments, "--url", "http://127.0.0.1:9")
+    assert code == 2
+    assert message in err
+    assert err.startswith("live.py: ")
+    assert len(err.splitlines()) == 1
+    assert shown == ""
+
+
+def test_something_else_at_the_address(call):
     from fastapi import FastAPI
 
     other = FakeEndpoint()
     other.app = FastAPI()
     with served(other) as address:
-        code, _, err = run(SCRIPT, "--url", address, *QUICK)
+        code, _, err = call(
+            "live.py", SCENARIOS / "preference_shift.toml", "--url", address, *QUICK
+        )
     assert code == 2
     assert "it is not this endpoint" in err
 
 
-def test_keys_are_sent_where_they_belong(fake, url, run, tmp_path):
+def test_keys_are_sent_where_they_belong(fake, url, call, tmp_path):
     fake.keys = ("user-key", "admin-key")
     (tmp_path / "short.toml").write_text(SHORT)
     arguments = ("live.py", tmp_path / "short.toml", "--url", url, "--out", tmp_path / "o", *QUICK)
-    code, _, err = run(*arguments)
+    code, _, err = call(*arguments)
     assert code == 2
     assert "(401): This route needs a key. Give the keys with --api-key and --admin-key." in err
-    code, _, err = run(*arguments, ONLINE_SAO_API_KEY="user-key", ONLINE_SAO_ADMIN_KEY="admin-key")
+    code, _, err = call(*arguments, ONLINE_SAO_API_KEY="user-key", ONLINE_SAO_ADMIN_KEY="admin-key")
     assert code == 0, err
     assert len(fake.training) == 12
 
 
-def test_a_busy_endpoint_is_asked_again(fake, url, run, tmp_path):
+def test_a_busy_endpoint_is_asked_again(fake, url, call, tmp_path):
     fake.fail_next = [(429, {"Retry-After": "0.1"}), (503, {}), (429, {"Retry-After": "x"})]
     (tmp_path / "short.toml").write_text(SHORT)
-    code, _, err = run(
+    code, _, err = call(
         "live.py", tmp_path / "short.toml", "--url", url, "--out", tmp_path / "o", *QUICK
     )
     assert code == 0, err
@@ -260,10 +271,10 @@ def test_a_busy_endpoint_is_asked_again(fake, url, run, tmp_path):
     assert len(fake.training) == 12
 
 
-def test_a_refusal_is_not_asked_again(fake, url, run, tmp_path):
+def test_a_refusal_is_not_asked_again(fake, url, call, tmp_path):
     fake.fail_next = [(400, {})] * 8
     (tmp_path / "short.toml").write_text(SHORT)
-    code, _, err = run(
+    code, _, err = call(
         "live.py", tmp_path / "short.toml", "--url", url, "--out", tmp_path / "o", *QUICK
     )
     assert code == 2
@@ -278,7 +289,7 @@ def test_endpoint_lost_in_the_middle(start, run, tmp_path):
         arguments = ("live.py", "short.toml", "--url", address, "--out", "o", *QUICK)
         process = start(*arguments)
         wait_for(lambda: fake.version >= 8)
-    shown, err = process.communicate(timeout=30)
+    shown, err = process.communicate(timeout=90)
     assert process.returncode == 2
     assert "stopped answering" in err
     assert "repeat the command" in err
@@ -291,15 +302,15 @@ def test_endpoint_lost_in_the_middle(start, run, tmp_path):
         process = start(*arguments)
         wait_for(lambda: len(fake.training) >= 40)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=90)
     assert process.returncode == 130, err
     rows = read_results(tmp_path / "o").rows
     assert {row["id"] for row in kept} <= {row["id"] for row in rows}
     assert len({row["position"] for row in rows}) == len(rows) >= 30
 
 
-def test_audiences_get_their_own_preference(fake, url, run, tmp_path):
-    code, _, err = run(
+def test_audiences_get_their_own_preference(fake, url, call, tmp_path):
+    code, _, err = call(
         "live.py",
         SCENARIOS / "two_audiences.toml",
         *("--url", url, "--out", tmp_path / "o", "--phase-rollouts", 30),
@@ -318,9 +329,9 @@ def test_audiences_get_their_own_preference(fake, url, run, tmp_path):
     assert set(results.summary["phases"][0]["audiences"]) == {"elders", "children"}
 
 
-def test_drift_follows_the_definition(fake, url, run, tmp_path):
+def test_drift_follows_the_definition(fake, url, call, tmp_path):
     definition = SCENARIOS / "gradual_drift.toml"
-    code, _, err = run(
+    code, _, err = call(
         "live.py",
         definition,
         *("--url", url, "--out", tmp_path / "o", "--phase-rollouts", 30),
@@ -338,15 +349,15 @@ def test_drift_follows_the_definition(fake, url, run, tmp_path):
     assert {row["preferred_style"] for row in rows} == {"cute", "chuunibyou"}
 
 
-def test_settings_are_named_and_delays_refused(fake, url, run, tmp_path):
+def test_settings_are_named_and_delays_refused(fake, url, call, tmp_path):
     path = tmp_path / "short.toml"
     settings = '[settings]\n"judge.flip_probability" = 0.1\n'
     path.write_text(SHORT.replace("[heldout]", settings + "[heldout]"))
-    code, _, err = run("live.py", path, "--url", url, "--out", tmp_path / "o", *QUICK)
+    code, _, err = call("live.py", path, "--url", url, "--out", tmp_path / "o", *QUICK)
     assert code == 0
     assert "needs an endpoint with judge.flip_probability = 0.1" in err
     path.write_text(SHORT + "[delay]\nmax_rollouts = 5\n")
-    code, _, err = run("live.py", path, "--url", url, *QUICK)
+    code, _, err = call("live.py", path, "--url", url, *QUICK)
     assert code == 2
     assert "only the offline runner can do" in err
 

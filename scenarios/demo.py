@@ -1,0 +1,156 @@
+"""The whole project in one go, on this machine: two methods, one preference shift, a table.
+
+    make demo          or      python scenarios/demo.py --help
+
+For SAO, then for the running mean: starts a real endpoint from the same start weights, runs
+preference_shift against it over HTTP, stops it. Then sets both side by side. What an earlier
+demo finished is not run again; a changed program or setting is (give --fresh to force it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+PRESETS = ("sao", "running_mean")
+PHASE_ROLLOUTS = 80
+START_TIMEOUT_S = 900
+STOP_TIMEOUT_S = 150
+
+# A simulation takes rollouts in order, learns from each, and needs no way back.
+SIMULATION = (
+    "learner.order=oldest",
+    "learner.max_policy_lag=64",
+    "learner.checkpoint_every=0",
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    # SIGTERM is Ctrl-C, so that the endpoint is stopped either way.
+    signal.signal(signal.SIGTERM, lambda *_: _raise_interrupt())
+    out = Path(options.out).absolute()
+    started = time.monotonic()
+    try:
+        for number, preset in enumerate(options.presets, start=1):
+            _say(f"[{number}/{len(options.presets)}] {preset}")
+            _run_preset(preset, out, options)
+        _say("comparing")
+        folders = [str(out / preset) for preset in options.presets]
+        subprocess.run(
+            [sys.executable, "scenarios/compare.py", *folders, "--out", str(out / "comparison")],
+            cwd=ROOT,
+            check=True,
+        )
+    except KeyboardInterrupt:
+        _say("stopped; the same command goes on from here")
+        return 130
+    except subprocess.CalledProcessError as error:
+        _say(f"demo: {Path(str(error.cmd[1])).name} ended with exit code {error.returncode}")
+        return 2
+    _say(f"done in {(time.monotonic() - started) / 60:.0f} minutes; figures in {out / 'comparison'}")
+    _say(_what_next(options, out))
+    return 0
+
+
+def _run_preset(preset: str, out: Path, options: argparse.Namespace) -> None:
+    """One endpoint from the start weights, one scenario against it."""
+    folder, run_dir = out / preset, out / f"{preset}-endpoint"
+    if options.fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(run_dir, ignore_errors=True)
+    elif (folder / "finished").is_file():
+        _say(f"finished earlier: {folder} (--fresh runs it again)")
+        return
+    url = f"http://127.0.0.1:{options.port}"
+    serve = [sys.executable, "-m", "online_sao.cli", "serve", "--preset", preset]
+    serve += ["--port", str(options.port), "--run-dir", str(run_dir), "--seed", str(options.seed)]
+    for setting in (*SIMULATION, *options.set):
+        serve += ["--set", setting]
+    # In its own process group, so that Ctrl-C reaches it once, from us.
+    server = subprocess.Popen(serve, cwd=ROOT, start_new_session=True)
+    try:
+        _wait_ready(url, server)
+        scenario = [sys.executable, "scenarios/preference_shift.py", "--url", url]
+        scenario += ["--preset", preset, "--out", str(folder), "--seed", str(options.seed)]
+        scenario += ["--phase-rollouts", str(options.phase_rollouts)]
+        scenario += ["--heldout-every", str(options.heldout_every)]
+        scenario += ["--heldout-answers", str(options.heldout_answers)]
+        subprocess.run(scenario, cwd=ROOT, check=True)
+        (folder / "finished").touch()
+    finally:
+        _stop(server)
+    shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # over 2 GiB, and of no more use
+
+
+def _wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise subprocess.CalledProcessError(server.returncode, ["", "online-sao serve"])
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/ready", timeout=10).status_code == 200:
+                return
+        time.sleep(1)
+    raise subprocess.CalledProcessError(1, ["", "online-sao serve (not ready in time)"])
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    if server.poll() is None:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _what_next(options: argparse.Namespace, out: Path) -> str:
+    store = out / f"{options.presets[0]}-endpoint"
+    return f"""
+Look at the learned drift:     online-sao dashboard --run-dir {store}
+Serve and learn yourself:      make serve
+  then, with curl:             curl -s http://127.0.0.1:8000/v1/chat/completions \\
+                                 -H 'Content-Type: application/json' \\
+                                 -d '{{"messages": [{{"role": "user", "content": "Write about rain."}}]}}'
+  or with the openai client:   OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+(the command online-sao lies in {os.path.relpath(Path(sys.executable).parent)})"""
+
+
+def _raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Serve, learn, switch the preference twice, and compare SAO with the running "
+        "mean, from the same start weights."
+    )
+    parser.add_argument("--presets", nargs="+", default=list(PRESETS), help="default: %(default)s")
+    parser.add_argument("--phase-rollouts", type=int, default=PHASE_ROLLOUTS, metavar="N")
+    parser.add_argument("--heldout-every", type=int, default=40, metavar="N")
+    parser.add_argument("--heldout-answers", type=int, default=24, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--port", type=int, default=8199)
+    parser.add_argument("--out", default=str(ROOT / "runs" / "demo"), metavar="DIR")
+    parser.add_argument("--fresh", action="store_true", help="forget what was finished earlier")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
