@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -120,8 +121,17 @@ class Endpoint:
                 raise OnlineSAOError(f"The learner failed: {status['error']}")
 
     def stop(self) -> None:
-        """Stop all parts in order; leaves no process, no shared memory, and a checkpoint."""
+        """Stop all parts in order; leaves no process, no shared memory, and a checkpoint.
+
+        Takes seconds; a second Ctrl-C does not cut it short, because that would leave behind
+        what this is here to remove.
+        """
+        with _interrupts_ignored(self._report):
+            self._stop()
+
+    def _stop(self) -> None:
         if self._ray_started:
+            self._report("stopping: finishing the update, writing a checkpoint")
             import ray
             from ray import serve
 
@@ -306,6 +316,24 @@ def _short_hash(path: Path) -> str:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:300] if lines else "no reason given."
+
+
+@contextlib.contextmanager
+def _interrupts_ignored(report: Report) -> Iterator[None]:
+    """Ctrl-C and SIGTERM only print a line meanwhile (in the main thread; elsewhere as is)."""
+    try:
+        before = {
+            number: signal.signal(number, lambda *_: report("still stopping, a few seconds more"))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
