@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from online_sao.errors import ConfigError
 
@@ -306,7 +306,7 @@ def _default_phrasebook() -> dict[str, StyleParts]:
     return load_phrasebook()
 
 
-def _texts(listed: Any) -> bool:
+def _texts(listed: Any) -> TypeGuard[list[str]]:
     """Whether this is a list of texts, none empty, at least one."""
     return (
         isinstance(listed, list)

@@ -38,7 +38,7 @@ FEWEST = 5  # a rolling mean of fewer rollouts says nothing, so the line begins 
 WIDTH_IN = 9.0  # at 100 dots per inch about the width of a README
 DPI = 150
 
-FONT = {
+FONT: Any = {
     "font.size": 11,
     "axes.titlesize": 12,
     "axes.spines.top": False,
