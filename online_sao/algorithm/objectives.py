@@ -142,10 +142,8 @@ def entropy(logits: Tensor, mask: Tensor) -> Tensor:
 
     `logits` [..., V] finite inside the mask, `mask` [...]. Scalar.
     """
-    chosen = logits[mask].float()
-    # Σ_a π ∇log π = 0, so log π may be a constant: one saved [N, V] tensor less.
-    logprobs = chosen.detach().log_softmax(-1)
-    return -(chosen.softmax(-1) * logprobs).sum()
+    logprobs = logits[mask].float().log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum()
 
 
 def kl_to_reference(policy_logits: Tensor, reference_logits: Tensor) -> Tensor:
@@ -154,7 +152,7 @@ def kl_to_reference(policy_logits: Tensor, reference_logits: Tensor) -> Tensor:
     In nats, float32. Gradient to `policy_logits` only. Logits must be finite.
     """
     # The gradient is Σ_a ∇π·(log π − log π_ref); the part through log π is Σ_a π ∇log π = 0,
-    # so the bracket may be a constant and autograd keeps two [N, V] tensors, not four.
+    # so the bracket may be a constant, and autograd keeps two [N, V] tensors, not three.
     gap = policy_logits.detach().float().log_softmax(-1)
     gap -= reference_logits.detach().float().log_softmax(-1)
     return (policy_logits.float().softmax(-1) * gap).sum(-1)

@@ -334,7 +334,7 @@ class _Clock:
 
     def seconds(self) -> dict[str, float]:
         total = time.perf_counter() - self._started
-        return {f"seconds/{part}": s for part, s in self._parts.items()} | {"seconds/update": total}
+        return {f"seconds/{part}": s for part, s in self._parts.items()} | {"seconds/total": total}
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import ray
 
-from online_sao.service.weights import WeightFile
+from online_sao.engine.weight_file import WeightFile
 
 HEARD_WITHIN_S = 20.0  # a replica that has not asked for so long is not waited for
 

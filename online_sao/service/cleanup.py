@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from online_sao.engine.weight_file import SHARED_MEMORY
 from online_sao.service.names import RUN_DIR_VARIABLE
-from online_sao.service.weights import SHARED_MEMORY
 
 SEGMENTS_FILE = "shared_memory.json"
 TERMINATE_WAIT_S = 5.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -28,10 +27,10 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from online_sao.config import Config
+from online_sao.engine import weight_transfer
+from online_sao.engine.weight_file import WeightFile
 from online_sao.errors import WeightUpdateError
-from online_sao.service import weight_transfer
 from online_sao.service.trainable import numbers_exclusion, request_exclusion, sampling_exclusion
-from online_sao.service.weights import WeightFile
 from online_sao.types import JudgeState, Purpose, Rollout, RolloutState, WeightSpan
 
 _DEFAULT_SAMPLING = SamplingParams()
@@ -247,21 +246,6 @@ def _spans(reported: Any, num_tokens: int) -> tuple[WeightSpan, ...]:
 
 
 # --- building
-
-
-def engine_environment(config: Config) -> dict[str, str]:
-    """Environment that vLLM's processes need; set before vllm is imported."""
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(config.engine.kv_cache_gib))),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-    }
-    if config.engine.threads:
-        last = config.engine.threads - 1
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{last}" if last else "0"
-    return environment
 
 
 def server_arguments(config: Config, model: str) -> list[str]:

@@ -15,11 +15,11 @@ import ray
 from torch import Tensor
 
 from online_sao.config import Config
+from online_sao.engine.weight_file import write_weight_file
 from online_sao.errors import FencedError, OnlineSAOError, WeightUpdateError
 from online_sao.learner.learner import Learner
 from online_sao.learner.loop import LearnerLoop, make_run
 from online_sao.service import names
-from online_sao.service.weights import write_weight_file
 from online_sao.store import RolloutStore
 from online_sao.types import Purpose, Rollout, RolloutState
 

@@ -17,6 +17,7 @@ import ray
 from ray import serve
 
 from online_sao.config import Config
+from online_sao.engine.settings import engine_environment
 from online_sao.errors import StoreError, WeightUpdateError
 from online_sao.service import names
 from online_sao.store import RolloutStore
@@ -60,7 +61,6 @@ class Endpoint:
         """Start the engine; called by the app's lifespan before the first request."""
         from online_sao.service.engine import (
             build_engine,
-            engine_environment,
             parse_server_arguments,
             server_arguments,
         )

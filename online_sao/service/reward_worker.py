@@ -16,6 +16,7 @@ import ray
 
 from online_sao.config import Config
 from online_sao.errors import NotFoundError, StoreError
+from online_sao.judging import make_judge, to_stored
 from online_sao.service import names
 from online_sao.store import RolloutStore
 from online_sao.types import Purpose, Rollout, StoredVerdict
@@ -119,38 +120,7 @@ class RewardWorker:
             rollout.preference.style,
             rollout.preference.pool,
         )
-        if type(verdict).__name__ == "Unscored":
-            return str(verdict.reason)
-        return StoredVerdict(
-            quality=verdict.quality,
-            style=verdict.style,
-            reward=float(verdict.reward),
-            detected_style=verdict.detected_style,
-            rationale=verdict.rationale,
-            model=verdict.model,
-            latency_s=verdict.latency_s,
-            cost=verdict.cost,
-            raw=verdict.raw,
-        )
-
-
-def make_judge(config: Config) -> Any:
-    """The judge that the settings name. Raises judge.JudgeError."""
-    from judge import Judge
-
-    settings = config.judge
-    return Judge(
-        model=settings.model,
-        preferences=settings.preferences,
-        api_base=settings.api_base,
-        timeout_s=settings.timeout_s,
-        max_tokens=settings.max_tokens,
-        max_retries=settings.max_retries,
-        concurrency=settings.concurrency,
-        votes=settings.votes,
-        flip_probability=settings.flip_probability,
-        seed=config.learner.seed,
-    )
+        return to_stored(verdict)
 
 
 def _notify_learner() -> None:

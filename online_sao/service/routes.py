@@ -59,9 +59,9 @@ def build_app(endpoint: Any, config: Config) -> Any:
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
     from judge import JudgeError
+    from online_sao.judging import make_judge
     from online_sao.service.engine import RequestContext
     from online_sao.service.replica import KEPT_ROUTES
-    from online_sao.service.reward_worker import make_judge
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from online_sao.config import Config
+from online_sao.engine.weight_file import SHARED_MEMORY
 from online_sao.errors import ConfigError, OnlineSAOError
 from online_sao.prepare import model_hash, resolve_model
 from online_sao.service import cleanup, names
 from online_sao.service.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from online_sao.service.weights import SHARED_MEMORY
 from online_sao.store import RolloutStore
 from online_sao.types import Preference
 
@@ -261,7 +261,7 @@ def check_settings(config: Config) -> None:
     """What can be wrong before anything is started. Raises OnlineSAOError."""
     from judge import JudgeError
     from online_sao.config import OFFLINE_ONLY_ADVANTAGES
-    from online_sao.service.reward_worker import make_judge
+    from online_sao.judging import make_judge
 
     if config.learner.advantage in OFFLINE_ONLY_ADVANTAGES:
         raise ConfigError(

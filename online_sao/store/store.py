@@ -170,7 +170,7 @@ class RolloutStore:
                 sa.select(rollouts.c.seq).where(rollouts.c.id == rollout.id)
             ).scalar()
             if known is not None:
-                return _load(conn, [known], with_tokens=True)[0]
+                return load_rollouts(conn, [known], with_tokens=True)[0]
             run_id = rollout.run_id
             if run_id is None:
                 run_id = conn.execute(
@@ -200,7 +200,7 @@ class RolloutStore:
 
         def work(conn: Connection) -> Listing[Rollout]:
             seqs = _seqs(conn, ids)
-            return _load(conn, [seqs[id] for id in ids], with_tokens=True)
+            return load_rollouts(conn, [seqs[id] for id in ids], with_tokens=True)
 
         return self._read(work)
 
@@ -249,7 +249,7 @@ class RolloutStore:
                     for state in wanted
                 ]
                 seqs = heapq.merge(*each, reverse=newest_first)
-            return _load(conn, list(seqs)[:limit], with_tokens=with_tokens)
+            return load_rollouts(conn, list(seqs)[:limit], with_tokens=with_tokens)
 
         return self._read(work)
 
@@ -265,7 +265,7 @@ class RolloutStore:
                 .order_by(order)
                 .limit(limit)
             ).scalars()
-            return _load(conn, list(seqs), with_tokens=False)
+            return load_rollouts(conn, list(seqs), with_tokens=False)
 
         return self._read(work)
 
@@ -394,7 +394,7 @@ class RolloutStore:
                     .where(c.seq.in_(part), c.state == S.REWARDED)
                     .values(state=S.CLAIMED, claimed_epoch=epoch, num_claims=c.num_claims + 1)
                 )
-            return _load(conn, seqs, with_tokens=True)
+            return load_rollouts(conn, seqs, with_tokens=True)
 
         return self._write(work)
 
@@ -1148,7 +1148,7 @@ def _token_columns(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _load(conn: Connection, seqs: Sequence[int], *, with_tokens: bool) -> list[Rollout]:
+def load_rollouts(conn: Connection, seqs: Sequence[int], *, with_tokens: bool) -> list[Rollout]:
     """The rollouts of `seqs`, in that order."""
     source = rollouts.join(rollout_details)
     columns = [*rollouts.c, *(c for c in rollout_details.c if c.name != "seq")]

@@ -1,0 +1,1 @@
+"""What the live service and the offline runner share of vLLM: weights in, settings."""

@@ -1,0 +1,22 @@
+"""vLLM's environment, as our settings want it. Imports no vllm: it must be set before that."""
+
+from __future__ import annotations
+
+import os
+
+from online_sao.config import Config
+
+
+def engine_environment(config: Config) -> dict[str, str]:
+    """Environment that vLLM's processes need; set before vllm is imported."""
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(config.engine.kv_cache_gib))),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+    if config.engine.threads:
+        last = config.engine.threads - 1
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{last}" if last else "0"
+    return environment

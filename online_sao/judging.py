@@ -1,0 +1,52 @@
+"""From our settings to a judge, and from its outcome to what we keep.
+
+The package `judge` knows nothing of ours; this is the one place that knows both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from online_sao.config import Config
+from online_sao.types import StoredVerdict
+
+if TYPE_CHECKING:
+    from judge import Unscored, Verdict
+
+
+def make_judge(config: Config) -> Any:
+    """The judge that the settings name. Raises judge.JudgeError."""
+    from judge import Judge
+
+    settings = config.judge
+    return Judge(
+        model=settings.model,
+        preferences=settings.preferences,
+        api_base=settings.api_base,
+        timeout_s=settings.timeout_s,
+        max_tokens=settings.max_tokens,
+        max_retries=settings.max_retries,
+        concurrency=settings.concurrency,
+        votes=settings.votes,
+        flip_probability=settings.flip_probability,
+        seed=config.learner.seed,
+    )
+
+
+def to_stored(outcome: Verdict | Unscored) -> StoredVerdict | str:
+    """A verdict as it is kept, or the reason why there is none."""
+    from judge import Unscored
+
+    if isinstance(outcome, Unscored):
+        return str(outcome.reason)
+    return StoredVerdict(
+        quality=outcome.quality,
+        style=outcome.style,
+        reward=float(outcome.reward),
+        detected_style=outcome.detected_style,
+        rationale=outcome.rationale,
+        model=outcome.model,
+        latency_s=outcome.latency_s,
+        cost=outcome.cost,
+        raw=outcome.raw,
+    )
