@@ -295,8 +295,8 @@ FAULTS: list[Fault] = [
             "errors = (values.float() - targets",
             "errors = (values.float() + targets",
         ),
-        ("entropy with its sign flipped", "return -(chosen.softmax", "return (chosen.softmax"),
-        ("entropy of all tokens", "chosen = logits[mask].float()", "chosen = logits.float()"),
+        ("entropy with its sign flipped", "return -(logprobs.exp()", "return (logprobs.exp()"),
+        ("entropy of all tokens", "logits[mask].float()", "logits.float()"),
         (
             "divergence the other way round",
             "return (policy_logits.float().softmax(-1) * gap)",
