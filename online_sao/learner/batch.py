@@ -28,7 +28,7 @@ class Batch:
     action_index: Tensor  # int64; which action of its trajectory, -1 elsewhere
     behavior_logprobs: Tensor  # float32, 0 outside action_mask
     rewards: Tensor  # float32; on the last token of the action that earned it
-    temperature: Tensor  # float32 [B]
+    temperature: Tensor  # float32; of the request that sampled the token, 1 outside action_mask
     trajectories: tuple[tuple[Rollout, ...], ...]
 
     @property
@@ -82,6 +82,8 @@ def make_batch(
     The prompt of a later rollout must begin with all tokens before it; what is new in it is
     an observation. Raises LearnerError when it does not, or a rollout has no reward.
     """
+    if not trajectories or not all(trajectories):
+        raise LearnerError("There is no rollout to learn from.")
     flat = [_flatten(trajectory) for trajectory in trajectories]
     length = max(len(row.token_ids) for row in flat)
     shape = (len(flat), length)
@@ -90,6 +92,7 @@ def make_batch(
     action_index = np.full(shape, -1, np.int64)
     behavior_logprobs = np.zeros(shape, np.float32)
     rewards = np.zeros(shape, np.float32)
+    temperature = np.ones(shape, np.float32)
     for row, data in enumerate(flat):
         n = len(data.token_ids)
         token_ids[row, :n] = data.token_ids
@@ -97,6 +100,7 @@ def make_batch(
         action_index[row, :n] = data.action_index
         behavior_logprobs[row, :n] = data.behavior_logprobs
         rewards[row, :n] = data.rewards
+        temperature[row, :n] = data.temperature
     index = torch.from_numpy(action_index).to(device)
     return Batch(
         token_ids=torch.from_numpy(token_ids).to(device),
@@ -105,7 +109,7 @@ def make_batch(
         action_index=index,
         behavior_logprobs=torch.from_numpy(behavior_logprobs).to(device),
         rewards=torch.from_numpy(rewards).to(device),
-        temperature=torch.tensor([t[0].temperature for t in trajectories], device=device),
+        temperature=torch.from_numpy(temperature).to(device),
         trajectories=tuple(tuple(t) for t in trajectories),
     )
 
@@ -121,6 +125,7 @@ class _Flat:
     action_index: np.ndarray
     behavior_logprobs: np.ndarray
     rewards: np.ndarray
+    temperature: np.ndarray
 
 
 def _flatten(trajectory: Sequence[Rollout]) -> _Flat:
@@ -128,12 +133,15 @@ def _flatten(trajectory: Sequence[Rollout]) -> _Flat:
     index: list[np.ndarray] = []
     logprobs: list[np.ndarray] = []
     rewards: list[np.ndarray] = []
+    temperature: list[np.ndarray] = []
     length = 0
     for number, rollout in enumerate(trajectory):
         if rollout.reward is None:
             raise LearnerError(f"Rollout {rollout.id} has no reward to learn from.")
         if len(rollout.token_ids) == 0 or len(rollout.prompt_token_ids) == 0:
             raise LearnerError(f"Rollout {rollout.id} has no tokens to learn from.")
+        if len(rollout.token_ids) != len(rollout.behavior_logprobs):
+            raise LearnerError(f"Rollout {rollout.id} has not one behavior log-prob per token.")
         prompt = rollout.prompt_token_ids
         seen = np.concatenate(ids) if ids else prompt[:0]
         if not np.array_equal(prompt[:length], seen):
@@ -146,10 +154,12 @@ def _flatten(trajectory: Sequence[Rollout]) -> _Flat:
         earned = np.zeros(len(observation) + num_actions, np.float32)
         earned[-1] = rollout.reward
         rewards.append(earned)
+        temperature += [np.ones(len(observation)), np.full(num_actions, rollout.temperature)]
         length += len(observation) + num_actions
     return _Flat(
         np.concatenate(ids),
         np.concatenate(index),
         np.concatenate(logprobs),
         np.concatenate(rewards),
+        np.concatenate(temperature),
     )

@@ -95,4 +95,4 @@ def action_logprobs(logits: Tensor, batch: Batch) -> Tensor:
 def _action_logits(model: Any, batch: Batch) -> Tensor:
     rows, columns = batch.state_index
     states = hidden_states(model.base_model, batch)[rows, columns]
-    return model.lm_head(states).float() / batch.temperature[rows, None]
+    return model.lm_head(states).float() / batch.temperature[batch.action_mask][:, None]
