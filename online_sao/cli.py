@@ -67,6 +67,37 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.set_defaults(run=_serve)
 
+    train = commands.add_parser(
+        "train",
+        help="run a scenario offline, over presets and seeds",
+        description="Generate, judge and update in one process, without HTTP: the same learner, "
+        "judge and scenarios as the service. Give several presets and seeds for a sweep; what "
+        "is finished is not run again, what was interrupted goes on.",
+        epilog="Example: online-sao train --scenario scenarios/preference_shift.toml "
+        "--presets sao running_mean --seeds 0 1 2 --lag 4, then python scenarios/compare.py DIR",
+    )
+    _config_options(train)
+    train.add_argument("--scenario", required=True, metavar="FILE.toml")
+    train.add_argument("--presets", nargs="+", choices=list(PRESETS), help="instead of --preset")
+    train.add_argument("--seeds", nargs="+", type=int, help="instead of --seed")
+    train.add_argument("--lag", type=int, default=4, help="requests per generation (default 4)")
+    train.add_argument("--phase-rollouts", type=int, metavar="N")
+    train.add_argument("--heldout-every", type=int, metavar="N")
+    train.add_argument("--heldout-answers", type=int, metavar="N")
+    train.add_argument("--out", default="runs/offline", metavar="DIR")
+    train.set_defaults(run=_train)
+
+    dashboard = commands.add_parser(
+        "dashboard",
+        help="watch an endpoint in the browser",
+        description="Open the dashboard on an endpoint's store.",
+    )
+    dashboard.add_argument("--run-dir", metavar="DIR", help="folder of the endpoint's state")
+    dashboard.add_argument("--store", metavar="URL", help="database, instead of --run-dir")
+    dashboard.add_argument("--url", default="http://127.0.0.1:8000", help="the endpoint itself")
+    dashboard.add_argument("--port", type=int, default=8501)
+    dashboard.set_defaults(run=_dashboard)
+
     return parser
 
 
@@ -88,8 +119,8 @@ def _config_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_config(args: argparse.Namespace) -> Config:
-    """The settings that the options describe. Raises ConfigError."""
+def load_config(args: argparse.Namespace, needed: dict[str, Any] | None = None) -> Config:
+    """The settings that the options describe, on top of `needed`. Raises ConfigError."""
     named = {
         "model.name": args.model,
         "judge.model": args.judge,
@@ -99,7 +130,8 @@ def load_config(args: argparse.Namespace) -> Config:
         "service.port": getattr(args, "port", None),
         "service.insecure": getattr(args, "insecure", None),
     }
-    overrides: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
+    overrides = dict(needed or {})
+    overrides |= {key: value for key, value in named.items() if value is not None}
     for assignment in args.set:
         key, _, text = assignment.partition("=")
         overrides[key.strip()] = _value(text.strip())
@@ -152,6 +184,90 @@ def _serve(args: argparse.Namespace) -> None:
         )
         _say(f"watch:  online-sao dashboard --run-dir {config.run_dir}   (Ctrl-C ends serving)")
         endpoint.watch()
+
+
+def _train(args: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from online_sao.scenario import load_scenario
+
+    presets = args.presets or [args.preset or "sao"]
+    seeds = args.seeds or [args.seed if args.seed is not None else 0]
+    scenario = load_scenario(args.scenario).replace(
+        phase_rollouts=args.phase_rollouts,
+        heldout_every=args.heldout_every,
+        heldout_answers=args.heldout_answers,
+    )
+    for preset in presets:
+        for seed in seeds:
+            folder = Path(args.out) / f"{preset}-seed{seed}"
+            if (folder / "summary.json").is_file() and not (folder / "journal.json").is_file():
+                _say(f"{folder}: finished earlier")
+                continue
+            args.preset, args.seed = preset, seed
+            config = load_config(args, scenario.settings)
+            # vLLM and the learner keep their memory until their process ends.
+            _in_child(_train_one, config, scenario.replace(seed=seed), folder, args.lag)
+
+
+def _train_one(config: Config, scenario: Any, folder: Any, lag: int) -> None:
+    from online_sao.offline import OfflineRunner
+    from online_sao.progress import make_progress
+
+    with make_progress() as bar:
+        task = bar.add_task(f"{folder.name}: loading", total=None)
+
+        def on_progress(done: int, total: int, what: str) -> None:
+            bar.update(task, description=f"{folder.name}: {what}", completed=done, total=total)
+
+        OfflineRunner(config, scenario, folder, lag).run(on_progress)
+    _say(f"{folder}: done")
+
+
+def _in_child(function: Any, *arguments: Any) -> None:
+    """Run `function` in a process of its own; its errors become ours."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=_guarded, args=(function, *arguments))
+    child.start()
+    try:
+        child.join()
+    except KeyboardInterrupt:
+        child.join()  # it got the same signal and writes what it has
+        raise
+    if child.exitcode == 130:
+        raise KeyboardInterrupt
+    if child.exitcode:
+        raise OnlineSAOError(f"The run ended with exit code {child.exitcode}; see above.")
+
+
+def _guarded(function: Any, *arguments: Any) -> None:
+    try:
+        function(*arguments)
+    except OnlineSAOError as error:
+        print(f"online-sao: {error}", file=sys.stderr)
+        sys.exit(EXIT_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _dashboard(args: argparse.Namespace) -> int:
+    import subprocess
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    overrides = {"service.run_dir": args.run_dir} if args.run_dir else {}
+    store = args.store or Config.load(overrides=overrides).store_url
+    spec = find_spec("dashboard")
+    assert spec is not None
+    assert spec.origin is not None
+    app = Path(spec.origin).with_name("app.py")
+    command = [sys.executable, "-m", "streamlit", "run", str(app)]
+    command += ["--server.port", str(args.port), "--browser.gatherUsageStats", "false"]
+    command += ["--server.headless", "true", "--", "--store", store, "--url", args.url]
+    _say(f"dashboard at http://127.0.0.1:{args.port}")
+    return subprocess.call(command)
 
 
 def _say(line: str) -> None:

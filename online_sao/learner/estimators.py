@@ -28,6 +28,7 @@ from online_sao.algorithm.baselines import (
     WindowedScale,
 )
 from online_sao.config import LearnerConfig
+from online_sao.errors import LearnerError
 from online_sao.learner.batch import Batch, prompt_key
 from online_sao.types import Rollout
 
@@ -153,6 +154,8 @@ class _SPOEstimator:
         self._last: OrderedDict[str, Rollout] = OrderedDict()
 
     def advantages(self, batch: Batch, values: Tensor | None) -> Tensor:
+        if bool(((batch.returns() < 0) | (batch.returns() > 1)).any()):
+            raise LearnerError("SPO needs returns in [0, 1]: learn from single turns with it.")
         return _against_prompts(batch, self._tracker.baseline)
 
     def observe(self, batch: Batch) -> None:
@@ -213,17 +216,19 @@ class _Normalized:
     def __init__(self, inner: Estimator, window: int) -> None:
         self._inner = inner
         self._scale = WindowedScale(window)
+        # Those of the update under way; they count once it is not refused.
+        self._given: list[float] = []
 
     def advantages(self, batch: Batch, values: Tensor | None) -> Tensor:
         raw = self._inner.advantages(batch, values)
-        scaled = raw / self._scale.scale()
-        for row in range(raw.shape[0]):
-            mean = raw[row][batch.action_mask[row]].mean()
-            if bool(mean.isfinite()):
-                self._scale.observe(float(mean))
-        return scaled
+        rows = zip(raw, batch.action_mask, strict=True)
+        self._given = [float(row[mask].mean()) for row, mask in rows]
+        return raw / self._scale.scale()
 
     def observe(self, batch: Batch) -> None:
+        for advantage in self._given:
+            self._scale.observe(advantage)
+        self._given = []
         self._inner.observe(batch)
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from online_sao.config import LearnerConfig
 from online_sao.learner.batch import Batch, make_batch
 from online_sao.learner.critic import Critic
 from online_sao.learner.estimators import Estimator, make_estimator
+from online_sao.learner.parameters import Snapshot
 from online_sao.learner.policy import Policy, action_logprobs
 from online_sao.types import FloatArray, Rollout
 
@@ -84,17 +85,19 @@ class Learner:
         clock = _Clock()
         with clock("batch"):
             batch = make_batch(trajectories, self.device)
-        if self.critic is not None and self.config.value_timing == "after":
-            with clock("critic"):
-                first_step = self._critic_loss(batch)
-                if not self._critic_steps(batch, first_step):
-                    return self._refused(batch, "critic")
-        values, critic_step = None, None
+        values, critic_step, critic_norm, critic_before = None, None, 0.0, None
         if self.critic is not None:
             with clock("critic"):
                 # With gradient: this forward pass is also the first critic step's.
                 critic_step = self._critic_loss(batch)
                 values = critic_step.values
+                if self.config.value_timing == "after":
+                    critic_before = self.critic.parameters.snapshot()
+                    critic_norm = self._critic_gradient(critic_step)
+                    if not self._critic_steps(batch, critic_step, critic_norm):
+                        return self._refused(batch, "critic", critic_before)
+                    with torch.no_grad():
+                        values = self.critic.values(batch)
         advantages = self.estimator.advantages(batch, values)
 
         with clock("policy"):
@@ -113,18 +116,17 @@ class Learner:
                 icepop_high=self.config.icepop_high,
             )
             if int(metrics["policy/non_finite_tokens"]):
-                return self._refused(batch, "policy")
+                return self._refused(batch, "policy", critic_before)
         with clock("anchor"):
             anchor, anchor_metrics = self._anchor(logits, batch)
         with clock("policy"):
             (loss + anchor).backward()
             policy_norm = self.policy.parameters.collect_gradients()
-        critic_norm = 0.0
         if critic_step is not None and self.config.value_timing == "before":
             with clock("critic"):
                 critic_norm = self._critic_gradient(critic_step)
         if not (math.isfinite(policy_norm) and math.isfinite(critic_norm)):
-            return self._refused(batch, "gradient")
+            return self._refused(batch, "gradient", critic_before)
         with clock("optimizer"):
             self.policy.parameters.step(self.config.policy_lr, policy_norm)
         if critic_step is not None and self.config.value_timing == "before":
@@ -132,7 +134,9 @@ class Learner:
                 self._critic_steps(batch, critic_step, gradient_norm=critic_norm)
 
         self.estimator.observe(batch)
-        window_metrics = self._remember(batch, values)
+        # What the critic expected: V from before it saw these rewards, whatever value_timing.
+        window_metrics = self._remember(batch, critic_step.values if critic_step else None)
+        critic_lr = self._critic_lr() if self.critic else None
         self.num_updates += 1
         with torch.no_grad():
             log_ratio = log_importance_ratio(logprobs, batch.behavior_logprobs, batch.action_mask)
@@ -149,7 +153,7 @@ class Learner:
                     "policy/lr": self.config.policy_lr,
                     "policy/entropy": _mean_entropy(logits, batch),
                     "critic/grad_norm": critic_norm if self.critic else None,
-                    "critic/lr": self._critic_lr() if self.critic else None,
+                    "critic/lr": critic_lr,
                     "advantage/mean": advantages[batch.action_mask].mean(),
                     "advantage/abs_mean": advantages[batch.action_mask].abs().mean(),
                     "rollout/reward": batch.returns().mean(),
@@ -185,9 +189,9 @@ class Learner:
                 assert self.critic is not None
                 if math.isfinite(norm):
                     self.critic.parameters.step(self.config.critic_lr, norm)
+                    losses.append(float(step.metrics["critic/loss"]))
                 else:
                     self.critic.parameters.drop_gradients()
-                losses.append(float(step.metrics["critic/loss"]))
                 on_step(epoch * len(rollouts) + position + 1, total)
         for rollout in rollouts:
             self.estimator.observe(make_batch([[rollout]], self.device))
@@ -272,11 +276,15 @@ class Learner:
             ),
         }
 
-    def _refused(self, batch: Batch, where: str) -> UpdateResult:
+    def _refused(
+        self, batch: Batch, where: str, critic_before: Snapshot | None = None
+    ) -> UpdateResult:
         """A number was not finite: leave everything as it was, and say so."""
         self.policy.parameters.drop_gradients()
         if self.critic is not None:
             self.critic.parameters.drop_gradients()
+            if critic_before is not None:
+                self.critic.parameters.restore(critic_before)
         return UpdateResult(
             applied=False,
             metrics={f"refused/{where}": 1.0, "rollout/reward": float(batch.returns().mean())},

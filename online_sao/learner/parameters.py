@@ -18,6 +18,9 @@ from online_sao.optimizer_state import adamw_tensors, load_adamw_tensors
 
 CLIP_MIN_SAMPLES = 8  # a quantile of fewer norms is no guide
 
+Snapshot = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, list[float]]]
+"""Masters, optimiser tensors and `state_dict` of a model's trained parameters."""
+
 
 class TrainedParameters:
     """The trained tensors of one model, by name, with their optimiser.
@@ -98,6 +101,20 @@ class TrainedParameters:
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         load_adamw_tensors(self._optimizer, self._names, dict(tensors))
+
+    def snapshot(self) -> Snapshot:
+        """A copy of everything that `step` changes, for `restore`."""
+        return (
+            {name: tensor.clone() for name, tensor in self.masters().items()},
+            {name: tensor.clone() for name, tensor in self.optimizer_tensors().items()},
+            self.state_dict(),
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        masters, optimizer, state = snapshot
+        self.load_masters(masters)
+        self.load_optimizer_tensors(optimizer)
+        self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, list[float]]:
         """What is not in the tensors (JSON)."""

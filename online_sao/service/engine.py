@@ -28,9 +28,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from online_sao.config import Config
 from online_sao.engine import weight_transfer
+from online_sao.engine.trainable import numbers_exclusion, request_exclusion, sampling_exclusion
 from online_sao.engine.weight_file import WeightFile
 from online_sao.errors import WeightUpdateError
-from online_sao.service.trainable import numbers_exclusion, request_exclusion, sampling_exclusion
 from online_sao.types import JudgeState, Purpose, Rollout, RolloutState, WeightSpan
 
 _DEFAULT_SAMPLING = SamplingParams()

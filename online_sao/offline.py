@@ -1,0 +1,401 @@
+"""A scenario in one process, without HTTP: generate, judge, update, over presets and seeds.
+
+The same learner, judge, scenario definitions and result folders as the live service; only
+the rollout's life between them is missing (no store, no Ray). With `--lag 0` each request is
+answered by weights that have learned from every rollout before it; with `--lag L`, L requests
+are answered at a time, so the last of them is L - 1 versions old when it is learned from.
+
+In lockstep (same lag) with a float32 engine and learner, the same seed gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from online_sao.config import Config
+from online_sao.engine.offline_engine import OfflineEngine
+from online_sao.errors import CheckpointError, ScenarioError
+from online_sao.judging import make_judge, to_stored
+from online_sao.learner.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from online_sao.learner.learner import Learner, UpdateResult
+from online_sao.learner.loop import make_run
+from online_sao.prepare import model_hash, resolve_model
+from online_sao.scenario import (
+    Request,
+    Scenario,
+    heldout_requests,
+    prompt_stream,
+    rollout_row,
+    write_results,
+)
+from online_sao.types import Rollout, RolloutState
+from online_sao.writing import load_topics, pretraining_prompts
+
+JOURNAL = "journal.json"
+CHECKPOINTS = "checkpoints"
+
+OnProgress = Callable[[int, int, str], None]
+"""Called with (rollouts done, rollouts in all, what is happening)."""
+
+
+class OfflineRunner:
+    """One run of `scenario` with `config.learner`; results in `folder`.
+
+    Raises ScenarioError when the folder holds another run.
+    """
+
+    def __init__(self, config: Config, scenario: Scenario, folder: Path, lag: int = 0) -> None:
+        self._config = config
+        self._scenario = scenario
+        self._folder = folder
+        self._batch = max(1, lag)
+        self._rows: list[dict[str, Any]] = []
+        self._heldout: list[dict[str, Any]] = []
+        self._evaluations = 0
+        self._version = 0
+        self._earlier_s = 0.0
+        self._began = time.monotonic()
+        model = resolve_model(config.model.name)
+        self._run = make_run(config, model_hash(model))
+        self._judge = make_judge(config)
+        self._judge.check()
+        self._weights_dir = Path("/dev/shm") / f"online_sao-offline-{os.getpid()}"
+        # The engine first: it measures how much memory is free for its cache.
+        self._engine = OfflineEngine(config, model, self._weights_dir)
+        self._learner = Learner(config.learner, model)
+        self._dtype = getattr(torch, config.engine.dtype)
+        self._published = 0
+
+    def run(self, on_progress: OnProgress = lambda done, total, what: None) -> dict[str, Any]:
+        """All phases, from where an interrupted run of the same settings stopped."""
+        total = sum(phase.rollouts for phase in self._scenario.phases)
+        try:
+            self._resume_or_start(total, on_progress)
+            for number, phase in enumerate(self._scenario.phases):
+                done = self._num_requests(number)
+                if done == phase.rollouts:
+                    continue
+                before = self._scenario.phases[number - 1].pool if number else ()
+                if done == 0 and set(phase.pool) != set(before):
+                    # Another choice is offered: the last evaluation does not say where it begins.
+                    self._evaluate(number, final=False)
+                self._play_phase(number, done, total, on_progress)
+            summary = self._write(complete=True)
+            shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)
+            (self._folder / JOURNAL).unlink(missing_ok=True)
+            return summary
+        except KeyboardInterrupt:
+            self._write(complete=False)
+            raise
+        finally:
+            shutil.rmtree(self._weights_dir, ignore_errors=True)
+
+    # --- a phase
+
+    def _play_phase(self, number: int, done: int, total: int, on_progress: OnProgress) -> None:
+        """Train on the phase's requests from number `done` on, with evaluations in between."""
+        phase, every = self._scenario.phases[number], self._scenario.heldout.every
+        borders = [*range(every, phase.rollouts, every)] if every else []
+        held_back: list[tuple[int, int, Request, Rollout]] = []
+        for border in (*(b for b in borders if b > done), phase.rollouts):
+            requests = prompt_stream(self._scenario, number, start=done)
+            for batch in _batches(itertools.islice(requests, border - done), self._batch):
+                ready = self._ready(batch, held_back, is_last=batch[-1].position + 1 == border)
+                for group in _batches(iter(ready), self._rollouts_per_update):
+                    self._learn(group)
+                self._publish()
+                on_progress(self._num_requests(), total, f"{phase.name}: {self._recent():.2f}")
+            done = border
+            self._evaluate(number, final=border == phase.rollouts)
+            self._save()
+
+    def _ready(
+        self,
+        batch: Sequence[Request],
+        held_back: list[tuple[int, int, Request, Rollout]],
+        *,
+        is_last: bool,
+    ) -> list[tuple[Request, Rollout]]:
+        """Answers whose reward has arrived by the end of this batch.
+
+        Before an evaluation none is held back any longer: a checkpoint follows.
+        """
+        for request, rollouts in self._answer(batch):
+            for rollout in rollouts:
+                entry = (request.position + request.delay, len(held_back), request, rollout)
+                heapq.heappush(held_back, entry)
+        ready = []
+        while held_back and (is_last or held_back[0][0] <= batch[-1].position):
+            _, _, request, rollout = heapq.heappop(held_back)
+            ready.append((request, rollout))
+        return ready
+
+    @property
+    def _rollouts_per_update(self) -> int:
+        return self._config.learner.rollouts_per_update
+
+    def _num_requests(self, phase: int | None = None) -> int:
+        """Requests of `phase` (of all phases) whose answers were dealt with."""
+        return len(
+            {
+                (row["phase"], row["position"])
+                for row in self._rows
+                if phase is None or row["phase"] == phase
+            }
+        )
+
+    def _answer(self, requests: Sequence[Request]) -> list[tuple[Request, list[Rollout]]]:
+        """Generate and judge; several answers per request for group methods."""
+        config = self._config.learner
+        per_prompt = config.group_size if config.advantage == "group" else 1
+        rollouts = self._engine.generate(
+            [request.messages for request in requests],
+            [f"{self._run.id}-{r.phase}-{r.position}" for r in requests],
+            [request.seed for request in requests],
+            max_tokens=self._scenario.max_tokens,
+            temperature=self._scenario.temperature,
+            answers_per_prompt=per_prompt,
+        )
+        repeated = [request for request in requests for _ in range(per_prompt)]
+        judged = self._judge_all(repeated, rollouts)
+        return [
+            (request, judged[start : start + per_prompt])
+            for request, start in zip(requests, range(0, len(judged), per_prompt), strict=True)
+        ]
+
+    def _judge_all(self, requests: Sequence[Request], rollouts: Sequence[Rollout]) -> list[Rollout]:
+        async def score() -> list[Any]:
+            return await asyncio.gather(
+                *(
+                    self._judge.score(request.messages, rollout.answer, request.style, request.pool)
+                    for request, rollout in zip(requests, rollouts, strict=True)
+                )
+            )
+
+        judged = []
+        for rollout, outcome in zip(rollouts, asyncio.run(score()), strict=True):
+            stored = to_stored(outcome)
+            if isinstance(stored, str):
+                judged.append(replace(rollout, state=RolloutState.UNSCORED, reason=stored))
+            elif rollout.state is RolloutState.EXCLUDED:
+                judged.append(replace(rollout, verdict=stored))
+            else:
+                judged.append(replace(rollout, verdict=stored, state=RolloutState.REWARDED))
+        return judged
+
+    def _learn(self, pairs: Sequence[tuple[Request, Rollout]]) -> None:
+        """One update from what is trainable of `pairs`; a row for each of them."""
+        trainable = [r for _, r in pairs if r.state is RolloutState.REWARDED]
+        result: UpdateResult | None = None
+        if trainable:
+            lag = self._version - min(r.weight_version_start for r in trainable)
+            result = self._learner.update([[r] for r in trainable], policy_lag=lag)
+            if result.applied:
+                self._version += 1
+        for request, rollout in pairs:
+            self._rows.append(self._row(request, rollout, result))
+
+    def _row(
+        self, request: Request, rollout: Rollout, result: UpdateResult | None
+    ) -> dict[str, Any]:
+        learned = rollout.state is RolloutState.REWARDED and result is not None
+        applied = learned and result is not None and result.applied
+        state = rollout.state
+        if learned:
+            state = RolloutState.TRAINED if applied else RolloutState.EXCLUDED
+        verdict = rollout.verdict
+        record = {
+            "id": rollout.id,
+            "seq": len(self._rows) + 1,
+            "state": str(state),
+            "reason": rollout.reason if not learned or applied else "non_finite",
+            "verdict": None
+            if verdict is None
+            else {
+                "quality": verdict.quality,
+                "style": verdict.style,
+                "detected_style": verdict.detected_style,
+            },
+            "reward": rollout.reward,
+            "finish_reason": rollout.finish_reason,
+            "num_action_tokens": len(rollout.token_ids),
+            "weight_version_start": rollout.weight_version_start,
+            "trained_version": self._version if applied else None,
+            "metrics": result.metrics if learned and result is not None else None,
+        }
+        return rollout_row(record, request, len(self._rows) + 1, self._elapsed_s)
+
+    def _publish(self) -> None:
+        if self._version != self._published:
+            self._engine.load_weights(self._version, self._learner.policy.weights(self._dtype))
+            self._published = self._version
+
+    def _recent(self) -> float:
+        rewards = [row["reward"] for row in self._rows[-20:] if row["reward"] is not None]
+        return sum(rewards) / len(rewards) if rewards else 0.0
+
+    # --- held-out answers
+
+    def _evaluate(self, number: int, *, final: bool) -> None:
+        count = self._scenario.final_answers if final else self._scenario.heldout.answers
+        done = self._num_requests(number)
+        requests = heldout_requests(self._scenario, number, count, position=done)
+        rollouts = self._engine.generate(
+            [request.messages for request in requests],
+            [f"heldout-{self._evaluations}-{request.position}" for request in requests],
+            [request.seed for request in requests],
+            max_tokens=self._scenario.max_tokens,
+            temperature=self._scenario.temperature,
+        )
+        for request, rollout in zip(requests, self._judge_all(requests, rollouts), strict=True):
+            verdict = rollout.verdict
+            self._heldout.append(
+                {
+                    "evaluation": self._evaluations,
+                    "index": len(self._rows),
+                    "phase": number,
+                    "final": int(final),
+                    "weight_version": self._published,
+                    "id": rollout.id,
+                    "topic": request.topic,
+                    "audience": request.audience,
+                    "preferred_style": request.style,
+                    "detected_style": verdict.detected_style if verdict else None,
+                    "quality": verdict.quality if verdict else None,
+                    "style_mark": verdict.style if verdict else None,
+                    "reward": rollout.reward,
+                    "num_action_tokens": len(rollout.token_ids),
+                    "answer": rollout.answer,
+                }
+            )
+        self._evaluations += 1
+
+    # --- start, resume, results
+
+    @property
+    def _elapsed_s(self) -> float:
+        return self._earlier_s + time.monotonic() - self._began
+
+    def _resume_or_start(self, total: int, on_progress: OnProgress) -> None:
+        journal = self._read_journal()
+        if journal is not None:
+            for _, path in list_checkpoints(self._folder / CHECKPOINTS):
+                try:
+                    self._version = load_checkpoint(path, self._learner)
+                    break
+                except CheckpointError:
+                    continue
+            if self._version == journal["version"]:
+                self._rows, self._heldout = journal["rows"], journal["heldout"]
+                self._evaluations = journal["evaluations"]
+                self._earlier_s = journal["elapsed_s"]
+                self._publish()
+                return
+            raise ScenarioError(
+                f"{self._folder} holds an interrupted run whose checkpoint is lost; "
+                "remove the folder to start over."
+            )
+        self._pretrain(total, on_progress)
+
+    def _pretrain(self, total: int, on_progress: OnProgress) -> None:
+        count = self._config.learner.value_pretraining_rollouts
+        if not count:
+            return
+        phase = self._scenario.phases[0]
+        prompts = pretraining_prompts(
+            phase.pool,
+            count,
+            self._config.learner.seed,
+            topics=load_topics(self._scenario.topics),
+        )
+        on_progress(0, total, "value pretraining")
+        requests = [
+            Request(0, i, "", messages, phase.style, phase.pool, seed=i)
+            for i, messages in enumerate(prompts)
+        ]
+        rollouts = self._engine.generate(
+            prompts,
+            [f"pretraining-{i}" for i in range(count)],
+            [self._config.learner.seed * 1_000_003 + i for i in range(count)],
+            max_tokens=self._scenario.max_tokens,
+            temperature=self._scenario.temperature,
+        )
+        judged = self._judge_all(requests, rollouts)
+        self._learner.pretrain(
+            [r for r in judged if r.state is RolloutState.REWARDED],
+            lambda done, steps: on_progress(0, total, f"value pretraining {done}/{steps}"),
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "run_id": self._run.id,
+            "lag": self._batch,
+            "definition": self._scenario.model_dump(mode="json", by_alias=True),
+        }
+
+    def _read_journal(self) -> dict[str, Any] | None:
+        try:
+            journal = json.loads((self._folder / JOURNAL).read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            raise ScenarioError(f"{self._folder / JOURNAL} is damaged; remove it.") from None
+        if journal["identity"] != self._identity():
+            raise ScenarioError(
+                f"{self._folder} holds an interrupted run with other settings; choose another "
+                "folder with --out, or remove it."
+            )
+        return journal
+
+    def _save(self) -> None:
+        """A point to go on from: a checkpoint and the rows up to it."""
+        checkpoints = self._folder / CHECKPOINTS
+        save_checkpoint(checkpoints, self._learner, self._version, self._run.id)
+        journal = {
+            "identity": self._identity(),
+            "version": self._version,
+            "rows": self._rows,
+            "heldout": self._heldout,
+            "evaluations": self._evaluations,
+            "elapsed_s": self._elapsed_s,
+        }
+        partial = self._folder / f".{JOURNAL}.partial"
+        partial.write_text(json.dumps(journal))
+        os.replace(partial, self._folder / JOURNAL)
+        prune_checkpoints(checkpoints, keep=1, pinned=set())
+        self._write(complete=False)
+
+    def _write(self, *, complete: bool) -> dict[str, Any]:
+        return write_results(
+            self._folder,
+            self._scenario,
+            self._rows,
+            self._heldout,
+            preset=self._config.learner.preset,
+            complete=complete,
+            source="offline",
+            run_id=self._run.id,
+            lag=self._batch - 1,
+        )
+
+
+def _batches(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    while batch := list(itertools.islice(items, size)):
+        yield batch
