@@ -26,14 +26,15 @@ def load_adamw_tensors(
     names: dict[torch.nn.Parameter, str],
     tensors: dict[str, torch.Tensor],
 ) -> None:
-    """Inverse of adamw_tensors, in place. Raises KeyError when a tensor is missing."""
+    """Inverse of adamw_tensors, in place, for a fused optimiser, which keeps its step counts
+    beside the parameters. Raises KeyError when a tensor is missing."""
     if not tensors:
         optimizer.state.clear()
         return
     for parameter, name in names.items():
         state = {key: tensors[f"{name}.{key}"] for key in _KEYS}
         optimizer.state[parameter] = {
-            "step": state["step"].to(dtype=optimizer_step_dtype(), copy=True),
+            "step": state["step"].to(parameter.device, optimizer_step_dtype(), copy=True),
             "exp_avg": state["exp_avg"].to(parameter.device, copy=True),
             "exp_avg_sq": state["exp_avg_sq"].to(parameter.device, copy=True),
         }

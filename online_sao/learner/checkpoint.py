@@ -1,9 +1,9 @@
 """Save and resume a learner: both models, both optimisers, random state, what it remembers.
 
 A checkpoint is a folder `v{version}` with safetensors files and a `state.json` that names
-every file with its size and checksum. It is written beside its place, synced and renamed, so
-it is either whole or not there; what a crash left half-written is ignored and removed.
-No pickle is read or written.
+every file with its size and checksum, and has one of its own. It is written beside its place,
+synced and renamed, so it is either whole or not there; what a crash left half-written is
+ignored and removed. No pickle is read or written.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from online_sao.errors import CheckpointError
 from online_sao.learner.learner import Learner
+from online_sao.learner.parameters import TrainedParameters
 
 FORMAT = 1
 STATE_FILE = "state.json"
@@ -52,14 +54,16 @@ def save_checkpoint(folder: Path, learner: Learner, version: int, run_id: str) -
             "learner": learner.state_dict(),
             "torch_rng": torch.get_rng_state().tolist(),
         }
+        state["checksum"] = _state_checksum(state)
         _write_synced(partial / STATE_FILE, json.dumps(state).encode())
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
         _sync_folder(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"The checkpoint of version {version} cannot be written: {error.strerror}."
+            f"The checkpoint of version {version} cannot be written: "
+            f"{getattr(error, 'strerror', None) or error}."
         ) from None
     return target
 
@@ -72,27 +76,18 @@ def load_checkpoint(path: Path, learner: Learner) -> int:
     """
     state = read_state(path)
     tensors = {name: _read_tensors(path / name, entry) for name, entry in state["files"].items()}
-    expected = {
-        name: sorted(ts) for name, ts in _tensor_files(learner).items() if "opt" not in name
-    }
-    found = {name: sorted(ts) for name, ts in tensors.items() if "opt" not in name}
-    if expected != found:
-        raise CheckpointError(f"The checkpoint {path} is of another model or preset.")
+    _check_fits(path, tensors, learner)
+    before = learner.state_dict()
     try:
-        for name, shapes in _shapes(learner).items():
-            for key, shape in shapes.items():
-                if tuple(tensors[name][key].shape) != shape:
-                    raise CheckpointError(f"The checkpoint {path} is of another model ({key}).")
-        learner.policy.parameters.load_masters(tensors["policy.safetensors"])
-        learner.policy.parameters.load_optimizer_tensors(tensors["policy_optimizer.safetensors"])
-        if learner.critic is not None:
-            learner.critic.parameters.load_masters(tensors["critic.safetensors"])
-            learner.critic.parameters.load_optimizer_tensors(
-                tensors["critic_optimizer.safetensors"]
-            )
         learner.load_state_dict(state["learner"])
-    except KeyError as error:
-        raise CheckpointError(f"The checkpoint {path} lacks {error}.") from None
+    except (KeyError, TypeError, ValueError) as error:
+        learner.load_state_dict(before)
+        raise CheckpointError(
+            f"The checkpoint {path} is of another preset: {type(error).__name__} {error}."
+        ) from None
+    for part, parameters in _parts(learner).items():
+        parameters.load_masters(tensors[f"{part}.safetensors"])
+        parameters.load_optimizer_tensors(tensors[f"{part}_optimizer.safetensors"])
     torch.set_rng_state(torch.tensor(state["torch_rng"], dtype=torch.uint8))
     return int(state["version"])
 
@@ -107,6 +102,8 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"The checkpoint {path} cannot be read: {error}.") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"The checkpoint {path} has a format that this program cannot read.")
+    if state.pop("checksum", None) != _state_checksum(state):
+        raise CheckpointError(f"The checkpoint {path} is damaged: {STATE_FILE} was changed.")
     return state
 
 
@@ -132,23 +129,43 @@ def prune_checkpoints(folder: Path, keep: int, pinned: set[int]) -> list[int]:
     return removed
 
 
-def _tensor_files(learner: Learner) -> dict[str, dict[str, Tensor]]:
-    files = {
-        "policy.safetensors": learner.policy.parameters.masters(),
-        "policy_optimizer.safetensors": learner.policy.parameters.optimizer_tensors(),
-    }
+def _parts(learner: Learner) -> dict[str, TrainedParameters]:
+    parts = {"policy": learner.policy.parameters}
     if learner.critic is not None:
-        files["critic.safetensors"] = learner.critic.parameters.masters()
-        files["critic_optimizer.safetensors"] = learner.critic.parameters.optimizer_tensors()
+        parts["critic"] = learner.critic.parameters
+    return parts
+
+
+def _tensor_files(learner: Learner) -> dict[str, dict[str, Tensor]]:
+    files = {}
+    for part, parameters in _parts(learner).items():
+        files[f"{part}.safetensors"] = parameters.masters()
+        files[f"{part}_optimizer.safetensors"] = parameters.optimizer_tensors()
     return files
 
 
-def _shapes(learner: Learner) -> dict[str, dict[str, tuple[int, ...]]]:
-    return {
-        name: {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        for name, tensors in _tensor_files(learner).items()
-        if "opt" not in name
+def _check_fits(path: Path, tensors: dict[str, dict[str, Tensor]], learner: Learner) -> None:
+    """CheckpointError unless `tensors` are those of a learner of this model and these roles."""
+    expected: dict[str, dict[str, tuple[int, ...]]] = {}
+    for part, parameters in _parts(learner).items():
+        shapes = {name: tuple(master.shape) for name, master in parameters.masters().items()}
+        expected[f"{part}.safetensors"] = shapes
+        moments = f"{part}_optimizer.safetensors"
+        expected[moments] = {}
+        if tensors.get(moments):  # there are none before the first step
+            for name, shape in shapes.items():
+                expected[moments] |= {f"{name}.exp_avg": shape, f"{name}.exp_avg_sq": shape}
+                expected[moments][f"{name}.step"] = ()
+    found = {
+        name: {key: tuple(tensor.shape) for key, tensor in file.items()}
+        for name, file in tensors.items()
     }
+    if found != expected:
+        raise CheckpointError(f"The checkpoint {path} is of another model or preset.")
+
+
+def _state_checksum(state: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
