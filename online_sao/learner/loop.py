@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +29,6 @@ from online_sao.errors import (
     LearnerError,
     NotFoundError,
     StoreError,
-    WeightUpdateError,
 )
 from online_sao.learner.checkpoint import (
     list_checkpoints,
@@ -38,12 +39,14 @@ from online_sao.learner.checkpoint import (
 )
 from online_sao.learner.learner import Learner, Metrics
 from online_sao.store import RolloutStore
-from online_sao.types import Rollout, Run, WeightVersion
+from online_sao.store.store import TrainedArrays
+from online_sao.types import Rollout, RolloutState, Run, WeightVersion
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0  # how often an idle loop looks into the store unasked
 STORE_RETRY_S = 2.0  # pause after the store refused
+PUBLISH_RETRY_S = 5.0  # after a failed publish, learning goes on for so long before the next
 MAX_FAILURES_IN_A_ROW = 5  # then the loop pauses itself instead of eating the queue
 RATE_WINDOW_S = 120.0  # over which trained rollouts per minute are taken
 
@@ -54,7 +57,8 @@ class WeightPublisher(Protocol):
     def publish(self, version: int, weights: dict[str, Tensor]) -> None:
         """Make `weights` the ones to serve; returns when the engines have them.
 
-        Raises WeightUpdateError when they could not be brought or no engine took them in time.
+        Raises WeightUpdateError when they could not be brought or no engine took them in time;
+        after that, or any other error, a later version is tried.
         """
 
 
@@ -111,12 +115,15 @@ class LearnerLoop:
         self._stop = threading.Event()
         self._pause_reason: str | None = None
         self._rollbacks: list[tuple[int, Future[int]]] = []
+        self._ended = False
         self._lock = threading.Lock()
         self._epoch = 0
         self._version = 0
         self._published = 0
         self._unpublished = False
-        self._last_publish = 0.0
+        self._next_publish = -math.inf  # not before this time
+        self._held: list[str] = []  # claimed, and no word to the store yet what became of them
+        self._unrecorded = False  # the weights have moved and the store does not know
         self._busy = False
         self._failure: str | None = None
         self._failures = 0
@@ -129,8 +136,10 @@ class LearnerLoop:
     def start(self) -> str:
         """Take over from any earlier learner and resume; returns "start" or "resume".
 
-        Raises StoreError. Damaged checkpoints are passed over, and said so in an event.
+        Damaged checkpoints are passed over, and said so in an event. Raises StoreError, and
+        CheckpointError where the store does not know what was learned.
         """
+        self._refuse_unknown_checkpoints()
         self._epoch = self._store.new_epoch()
         self._store.recover(self._epoch)
         known = self._store.versions(limit=1, run_id=self._run.id)
@@ -142,11 +151,14 @@ class LearnerLoop:
             parent = self._resume()
             lost = self._store.rewind(-1 if parent is None else parent, self._run.id)
             self._event("resume", {"from_version": parent, "rollouts_returned": lost})
+            self._pause_reason = self._pause_in_force()
         self._version = self._store.next_version()
         self._store.add_version(
             WeightVersion(self._version, parent=parent, run_id=self._run.id, kind=kind)
         )
         self._unpublished = kind == "resume" and parent is not None
+        if not self._unpublished:
+            self._published = self._version  # engines start with the start weights
         return kind
 
     @property
@@ -158,17 +170,49 @@ class LearnerLoop:
         """Whether the current version is the start weights, which engines already have."""
         return self._learner.num_updates == 0 and not self._unpublished
 
-    def _resume(self) -> int | None:
-        """Load this run's newest whole checkpoint; its version, or None for the start weights."""
+    def _refuse_unknown_checkpoints(self) -> None:
+        """A store that was lost or exchanged must not make learning begin anew in silence."""
+        known = self._store.next_version() - 1
         for version, path in list_checkpoints(self._checkpoints):
+            if version > known:
+                raise CheckpointError(
+                    f"{path} is a checkpoint that the store {self._store.url} knows nothing of. "
+                    f"Bring back the store it belongs to, or move {self._checkpoints} away to "
+                    "begin anew."
+                )
+
+    def _resume(self) -> int | None:
+        """Load the newest whole checkpoint of the line of weights that this run was on; its
+        version, or None for the start weights."""
+        line = self._line()
+        ancestor = next(line, None)
+        for version, path in list_checkpoints(self._checkpoints):
+            while ancestor is not None and ancestor > version:
+                ancestor = next(line, None)
+            if ancestor != version:
+                continue  # of another run, or left by a rollback
             try:
-                if read_state(path)["run_id"] != self._run.id:
-                    continue
                 return load_checkpoint(path, self._learner)
             except CheckpointError as error:
                 log.warning("checkpoint passed over: %s", error)
                 self._event("error", {"what": f"Checkpoint of version {version}: {error}"})
         return None
+
+    def _line(self) -> Iterator[int]:
+        """Versions from this run's newest back along its parents."""
+        newest = self._store.versions(limit=1, run_id=self._run.id)
+        version = newest[0].version if newest else None
+        while version is not None:
+            yield version
+            version = self._store.get_version(version).parent
+
+    def _pause_in_force(self) -> str | None:
+        """The reason of a pause that outlives the learner that was paused."""
+        paused = self._store.events("pause", limit=1)
+        resumed = self._store.events("resume_learning", limit=1)
+        if not paused or (resumed and resumed[0].id > paused[0].id):
+            return None
+        return str(paused[0].data["reason"])
 
     def needs_pretraining(self) -> bool:
         return (
@@ -218,11 +262,14 @@ class LearnerLoop:
     def request_rollback(self, version: int) -> Future[int]:
         """Go back to a retained checkpoint; the future gives the new version's number.
 
-        It fails with NotFoundError when the checkpoint is not retained.
+        It fails with NotFoundError when the checkpoint is not retained, and with LearnerError
+        when the loop has ended.
         """
         future: Future[int] = Future()
         with self._lock:
             self._rollbacks.append((version, future))
+        if self._ended:
+            self._refuse_rollbacks()
         self._wake.set()
         return future
 
@@ -249,23 +296,30 @@ class LearnerLoop:
 
     def run(self) -> None:
         """Learn until `stop`; then write a checkpoint. Raises FencedError when taken over."""
-        while not self._stop.is_set():
-            try:
-                if not self._one_round():
-                    self._wake.wait(POLL_S)
-                    self._wake.clear()
-            except FencedError:
-                raise
-            except StoreError as error:
-                # Nothing is lost: what was claimed returns when the store does.
-                self._failure = str(error)
-                log.warning("the store refused: %s", error)
-                self._stop.wait(STORE_RETRY_S)
-        if self._learner.num_updates > 0:
-            self._checkpoint()
+        try:
+            while not self._stop.is_set():
+                try:
+                    if not self._one_round():
+                        self._wake.wait(POLL_S)
+                        self._wake.clear()
+                except FencedError:
+                    raise
+                except StoreError as error:
+                    # Nothing is lost: what was claimed returns when the store does.
+                    self._failure = str(error)
+                    log.warning("the store refused: %s", error)
+                    self._stop.wait(STORE_RETRY_S)
+            if self._learner.num_updates > 0 and not self._unrecorded:
+                self._checkpoint()
+        finally:
+            self._ended = True
+            self._refuse_rollbacks()
 
     def _one_round(self) -> bool:
         """At most one update. False when there was nothing to do."""
+        if self._held:  # the store failed in between
+            self._store.release(self._held, self._epoch)
+            self._held = []
         self._carry_out_rollbacks()
         if self._unpublished and self._may_publish():
             self._publish()
@@ -283,9 +337,10 @@ class LearnerLoop:
         )
         if not rollouts:
             return False
-        ids = [rollout.id for rollout in rollouts]
+        self._held = [rollout.id for rollout in rollouts]
         if len(rollouts) < config.rollouts_per_update:
-            self._store.release(ids, self._epoch)  # wait until the update is full
+            self._store.release(self._held, self._epoch)  # wait until the update is full
+            self._held = []
             return False
         self._busy = True
         try:
@@ -296,6 +351,10 @@ class LearnerLoop:
 
     def _learn(self, rollouts: Sequence[Rollout]) -> None:
         ids = [rollout.id for rollout in rollouts]
+        broken = [r.id for r in rollouts if not np.isfinite(r.behavior_logprobs).all()]
+        if broken:  # the others have done nothing wrong: the next round takes them again
+            self._set_aside(broken, "non_finite", "behavior log-probs are not finite")
+            return
         lag = self._version - min(rollout.weight_version_start for rollout in rollouts)
         try:
             result = self._learner.update([[rollout] for rollout in rollouts], policy_lag=lag)
@@ -311,16 +370,15 @@ class LearnerLoop:
             return
         self._failures = 0
         version = self._version + 1
-        self._store.finish_update(
-            epoch=self._epoch,
-            version=WeightVersion(
+        self._record(
+            WeightVersion(
                 version,
                 parent=self._version,
                 run_id=self._run.id,
                 kind="update",
                 metrics=dict(result.metrics),
             ),
-            rollouts=[
+            [
                 (
                     id,
                     result.values.get(id),
@@ -330,6 +388,7 @@ class LearnerLoop:
                 for id in ids
             ],
         )
+        self._held = []
         self._version = version
         self._metrics = result.metrics
         now = time.monotonic()
@@ -343,8 +402,56 @@ class LearnerLoop:
         if every and self._learner.num_updates % every == 0:
             self._checkpoint()
 
+    def _record(self, version: WeightVersion, trained: list[TrainedArrays]) -> None:
+        """Tell the store of an update that has been made."""
+
+        def write() -> None:
+            nonlocal trained
+            try:
+                self._store.finish_update(epoch=self._epoch, version=version, rollouts=trained)
+            except FencedError:
+                raise
+            except StoreError:
+                if self._is_known(version.version):
+                    return  # written, though the answer was lost
+                # One that was taken from us meanwhile must not keep out the others.
+                now = self._store.get_many([id for id, *_ in trained])
+                ours = {r.id for r in now if r.state is RolloutState.CLAIMED}
+                trained = [row for row in trained if row[0] in ours]
+                raise
+
+        self._insist(write)
+
+    def _insist(self, write: Callable[[], None]) -> None:
+        """Repeat `write` while the store refuses: the weights have moved, and to go on without
+        a record of it would be to train on the same rollouts twice.
+
+        Raises StoreError if stopped meanwhile, and then no checkpoint is written either.
+        """
+        self._unrecorded = True
+        while True:
+            try:
+                write()
+                break
+            except FencedError:
+                raise
+            except StoreError as error:
+                self._failure = str(error)
+                log.warning("the store refused: %s", error)
+                if self._stop.wait(STORE_RETRY_S):
+                    raise
+        self._unrecorded = False
+
+    def _is_known(self, version: int) -> bool:
+        try:
+            self._store.get_version(version)
+        except NotFoundError:
+            return False
+        return True
+
     def _set_aside(self, ids: list[str], reason: str, detail: str) -> None:
         self._store.exclude(ids, reason)
+        self._held = [id for id in self._held if id not in ids]
         self._event("error", {"what": f"Update refused ({reason}): {detail}", "rollouts": ids})
         self._failure = detail
         self._failures += 1
@@ -352,20 +459,20 @@ class LearnerLoop:
             self.pause(f"{self._failures} updates in a row failed; the last: {detail}")
 
     def _may_publish(self) -> bool:
-        interval = self._config.learner.publish_min_interval_s
-        return time.monotonic() - self._last_publish >= interval
+        return time.monotonic() >= self._next_publish
 
     def _publish(self) -> None:
         dtype = getattr(torch, self._config.engine.dtype)
         try:
             self._publisher.publish(self._version, self._learner.policy.weights(dtype))
-        except WeightUpdateError as error:
+        except Exception as error:
             # Learning goes on; the next publish carries this update too.
+            log.warning("version %s was not published: %s", self._version, error)
             self._failure = str(error)
             self._event("error", {"what": str(error)})
+            self._next_publish = time.monotonic() + PUBLISH_RETRY_S
             return
-        finally:
-            self._last_publish = time.monotonic()
+        self._next_publish = time.monotonic() + self._config.learner.publish_min_interval_s
         self._published = self._version
         self._unpublished = False
         self._store.set_published(self._version)
@@ -394,6 +501,12 @@ class LearnerLoop:
             except Exception as error:
                 future.set_exception(error)
 
+    def _refuse_rollbacks(self) -> None:
+        with self._lock:
+            wanted, self._rollbacks = self._rollbacks, []
+        for _, future in wanted:
+            future.set_exception(LearnerError("The learner has ended; start it again."))
+
     def _rollback(self, version: int) -> int:
         path = self._checkpoints / f"v{version}"
         retained = [number for number, _ in list_checkpoints(self._checkpoints)]
@@ -402,12 +515,18 @@ class LearnerLoop:
                 f"Version {version} has no retained checkpoint; retained: "
                 f"{', '.join(map(str, retained)) or 'none'}."
             )
+        if read_state(path)["run_id"] != self._run.id:
+            raise NotFoundError(f"Version {version} belongs to another run.")
         load_checkpoint(path, self._learner)
-        self._store.discard_after(version)
-        self._version = self._store.next_version()
-        self._store.add_version(
-            WeightVersion(self._version, parent=version, run_id=self._run.id, kind="rollback")
-        )
+
+        def write() -> None:
+            self._store.discard_after(version)
+            self._version = self._store.next_version()
+            self._store.add_version(
+                WeightVersion(self._version, parent=version, run_id=self._run.id, kind="rollback")
+            )
+
+        self._insist(write)
         self._event("rollback", {"to": version, "made": self._version})
         self._unpublished = True
         self._publish()
