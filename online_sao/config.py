@@ -31,7 +31,9 @@ def home() -> Path:
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class ModelConfig(_Section):
@@ -164,6 +166,12 @@ class LearnerConfig(_Section):
     def _consistent(self) -> LearnerConfig:
         if self.objective == "dis" and self.eps_low > 1:
             raise ValueError("eps_low must be at most 1 for the objective dis")
+        if self.icepop_low > self.icepop_high:
+            raise ValueError("icepop_low must not be above icepop_high")
+        if self.spo_rho_min > self.spo_rho_max:
+            raise ValueError("spo_rho_min must not be above spo_rho_max")
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ValueError("adam_betas must be at least 0 and below 1")
         if self.advantage == "group" and self.rollouts_per_update % self.group_size:
             raise ValueError(
                 f"a group method needs rollouts_per_update to be a multiple of group_size "
@@ -264,7 +272,7 @@ class Config(_Section):
         learner = data.setdefault("learner", {})
         if not isinstance(learner, dict):
             raise ConfigError("learner must be a table: write [learner] above its settings.")
-        name = preset or learner.get("preset") or "sao"
+        name = preset if preset is not None else learner.get("preset", "sao")
         data["learner"] = {**preset_settings(name), **learner, "preset": name}
         for key, value in (overrides or {}).items():
             section, _, setting = key.partition(".")
@@ -315,7 +323,7 @@ def preset_settings(name: str) -> dict[str, Any]:
     """The learner settings of a preset; ConfigError with the list if unknown."""
     try:
         return dict(PRESETS[name])
-    except KeyError:
+    except (KeyError, TypeError):
         raise ConfigError(f"Unknown preset '{name}'; there are {', '.join(PRESETS)}.") from None
 
 
@@ -327,5 +335,5 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"There is no config file {path}.") from None
     except OSError as error:
         raise ConfigError(f"The config file {path} cannot be read: {error.strerror}.") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"The config file {path} is not valid TOML: {error}.") from None

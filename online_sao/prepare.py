@@ -239,7 +239,7 @@ def _save(model: Any, tokenizer: Any, target: Path) -> None:
 def _warm_start(base: Path, target: Path, bar: Progress) -> None:
     """A short supervised stage: teach the base model to pick one style and keep to it."""
     import torch
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -263,12 +263,16 @@ def _warm_start(base: Path, target: Path, bar: Progress) -> None:
     first = 0
     names = {parameter: name for name, parameter in model.named_parameters()}
     if state_file.is_file():
-        with safe_open(state_file, "pt") as state:
-            first = int(state.metadata()["step"])
-            tensors = {key: state.get_tensor(key) for key in state.keys()}  # noqa: SIM118
-        for parameter, name in names.items():
-            parameter.data.copy_(tensors.pop(name))
-        load_adamw_tensors(optimizer, names, tensors)
+        try:
+            with safe_open(state_file, "pt") as state:
+                tensors = {key: state.get_tensor(key) for key in state.keys()}  # noqa: SIM118
+                first = int(state.metadata()["step"])
+        except SafetensorError:
+            pass  # cut short by a power failure: begin anew
+        else:
+            for parameter, name in names.items():
+                parameter.data.copy_(tensors.pop(name))
+            load_adamw_tensors(optimizer, names, tensors)
     task = bar.add_task("Style warm start", total=len(batches), completed=first)
     for step in range(first, len(batches)):
         tokens, labels = _sft_batch(tokenizer, batches[step])
