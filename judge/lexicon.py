@@ -11,6 +11,8 @@ from judge.preferences import PreferenceSet, Rules
 
 MIN_PREFIX = 3
 """Shortest stem before a `*`."""
+STRONG = 1.5
+"""Weight from which a word is a catchword of its style rather than a word like any other."""
 
 
 @dataclass
@@ -22,7 +24,7 @@ class Evidence:
     """The words and pattern notes found, strongest first."""
     failed_checks: list[str] = field(default_factory=list)
     num_words: int = 0
-    """Words of the text that are lexicon entries of positive weight."""
+    """Words of the text that are entries of at least STRONG weight."""
 
 
 class Lexicon:
@@ -51,7 +53,7 @@ class Lexicon:
         found = {name: Evidence() for name in self._styles}
         hits: dict[tuple[str, str], float] = {}
         for entry, name, weight in self._word_hits(text.words):
-            if weight > 0:
+            if weight >= STRONG:
                 found[name].num_words += 1 + entry.count(" ")
             hits[name, entry] = weight
         for name, pattern, weight, note in self._patterns:

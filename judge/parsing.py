@@ -23,16 +23,22 @@ class Marks:
     rationale: str
 
 
+_OPENING = re.compile(r"<think(?:ing)?>", re.IGNORECASE)
+_CLOSING = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
+
+
 def without_thinking(text: str) -> str:
     """`text` after its thinking block. An unclosed block hides all that follows it; a
-    closing tag alone (templates that open the block in the prompt) hides all before it."""
-    lowered = text.lower()
-    end = max(lowered.rfind(tag) for tag in ("</think>", "</thinking>"))
-    if end >= 0:
-        text = text[text.index(">", end) + 1 :]
-        lowered = text.lower()
-    starts = [i for i in (lowered.find("<think>"), lowered.find("<thinking>")) if i >= 0]
-    return text[: min(starts)] if starts else text
+    closing tag alone (templates that open the block in the prompt) hides all before it.
+    Tags inside a JSON object are quotations."""
+    quoted = _spans(text) if "<" in text else []
+    for tag in _CLOSING.finditer(text):
+        if not any(start < tag.start() < end for start, end in quoted):
+            return without_thinking(text[tag.end() :])
+    for tag in _OPENING.finditer(text):
+        if not any(start < tag.start() < end for start, end in quoted):
+            return text[: tag.start()]
+    return text
 
 
 def read_marks(text: str, nonce: str, answer: str) -> Marks | None:

@@ -7,8 +7,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from importlib import resources
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,39 +103,61 @@ class PreferenceSet:
     min_words: int = 10
     max_words: int = 160
     """Bounds of an answer's length, for the embedded judge's quality mark."""
+    weights: Path | None = field(default=None, compare=False)
+    """Weights fitted to this set for the embedded judge (`python -m judge fit`), if any."""
 
     @property
     def fingerprint(self) -> str:
         """Hash of the whole content: part of every cache key."""
-        text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        content = asdict(self)
+        content.pop("weights")
+        return _hash(content)
+
+    @property
+    def rules_fingerprint(self) -> str:
+        """Hash of what fitted weights depend on."""
+        rules = {name: asdict(style.rules) for name, style in self.styles.items()}
+        return _hash([list(rules), rules, MEASURES])
+
+
+def _hash(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+DATA = Path(__file__).parent / "data"
 
 
 def shipped_sets() -> tuple[str, ...]:
     """Names of the sets in this package."""
-    folder = resources.files("judge") / "data"
-    return tuple(sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".toml")))
+    return tuple(sorted(path.stem for path in DATA.glob("*.toml")))
 
 
 def load_preferences(name_or_path: str | Path) -> PreferenceSet:
-    """A shipped set by its name, or a TOML file by its path. JudgeError says what is wrong."""
+    """A shipped set by its name, or a TOML file by its path. JudgeError says what is wrong.
+
+    Weights for the embedded judge are taken from a file of the same name that ends in .npz.
+    """
     text = str(name_or_path)
     if text in shipped_sets():
-        source = (resources.files("judge") / "data" / f"{text}.toml").read_text("utf-8")
-        return parse_preferences(source, where=f"the shipped set '{text}'", default_name=text)
-    path = Path(name_or_path).expanduser()
-    if path.suffix != ".toml" and not path.exists():
-        raise JudgeError(
-            f"Unknown preference set '{text}'; shipped are {', '.join(shipped_sets())}. "
-            "For your own, give the path of a TOML file."
-        )
+        path, where = DATA / f"{text}.toml", f"the shipped set '{text}'"
+    else:
+        path = Path(name_or_path).expanduser()
+        where = str(path)
+        if path.suffix != ".toml" and not path.exists():
+            raise JudgeError(
+                f"Unknown preference set '{text}'; shipped are {', '.join(shipped_sets())}. "
+                "For your own, give the path of a TOML file."
+            )
     try:
         source = path.read_text("utf-8")
     except FileNotFoundError:
         raise JudgeError(f"There is no preference file {path}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise JudgeError(f"The preference file {path} cannot be read: {error}.") from None
-    return parse_preferences(source, where=str(path), default_name=path.stem)
+    preferences = parse_preferences(source, where=where, default_name=path.stem)
+    weights = path.with_suffix(".npz")
+    return replace(preferences, weights=weights) if weights.is_file() else preferences
 
 
 def parse_preferences(
