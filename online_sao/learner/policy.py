@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from online_sao.config import LearnerConfig
 from online_sao.errors import ModelError
 from online_sao.learner.batch import Batch
 from online_sao.learner.parameters import TrainedParameters
+
+HEAD_TOLERANCE = 0.02  # of the largest logit; above the rounding of bfloat16
 
 
 def load_causal_lm(model: str, dtype: torch.dtype, device: torch.device) -> Any:
@@ -24,7 +27,7 @@ def load_causal_lm(model: str, dtype: torch.dtype, device: torch.device) -> Any:
         loaded = AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype, attn_implementation="sdpa"
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0]
         raise ModelError(f"The model {model} cannot be loaded: {first}") from None
     return loaded.to(device).eval()
@@ -44,6 +47,7 @@ class Policy:
     def __init__(self, model: str, config: LearnerConfig, device: torch.device) -> None:
         dtype = getattr(torch, config.compute_dtype)
         self.model = load_causal_lm(model, dtype, device)
+        _check_head(self.model)
         self.parameters = TrainedParameters(
             self.model.named_parameters(),  # tied tensors appear once
             betas=config.adam_betas,
@@ -90,6 +94,26 @@ def action_logprobs(logits: Tensor, batch: Batch) -> Tensor:
     actions = batch.token_ids[batch.action_mask]
     chosen = logits.gather(-1, actions[:, None])[:, 0]
     return batch.scatter(chosen - logits.logsumexp(-1))
+
+
+@torch.no_grad()
+def _check_head(model: Any) -> None:
+    """ModelError unless the logits are what the head makes of the last hidden states.
+
+    Some architectures scale or cap them afterwards, which `_action_logits` would leave out.
+    """
+    ids = torch.arange(4, device=model.device)[None]
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    head = getattr(model, "lm_head", None)
+    if head is not None:
+        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        gap = (head(states).float() - logits).abs().max()
+        if gap <= HEAD_TOLERANCE * logits.abs().max():
+            return
+    raise ModelError(
+        f"{type(model).__name__} does more to its logits than its head (it scales or caps "
+        "them, or the head has another name), which the learner cannot repeat; take another model."
+    )
 
 
 def _action_logits(model: Any, batch: Batch) -> Tensor:
