@@ -27,7 +27,7 @@ from dashboard.metrics import GROUPS, Metric
 from dashboard.queries import Filters, StoreReader
 from dashboard.tokens import find_tokenizer, load_pieces, shaded_html
 from online_sao.config import Config
-from online_sao.errors import StoreError
+from online_sao.errors import NotFoundError, StoreError
 from online_sao.types import Rollout, RolloutState
 
 REFRESH_S = 3
@@ -36,6 +36,7 @@ RANGES = {"last 200": 200, "last 1,000": 1000, "last 10,000": 10_000, "all": Non
 # Streamlit greys out what is being refreshed, which flickers every few seconds.
 STYLE = """<style>
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
+[data-testid="stMetricValue"] { font-size: 1.5rem; }
 .stMainBlockContainer { padding-top: 2.5rem; padding-bottom: 3rem; }
 </style>"""
 SHADES = {
@@ -77,7 +78,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="streamlit run dashboard/app.py --")
+    parser = argparse.ArgumentParser(prog="streamlit run dashboard/app.py --", allow_abbrev=False)
     parser.add_argument("--store", default=os.environ.get("ONLINE_SAO_STORE_URL"))
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the service")
     parser.add_argument("--tokenizer", help="tokenizer.json or its folder")
@@ -89,6 +90,11 @@ def _options() -> argparse.Namespace:
 @st.cache_resource
 def _reader(url: str) -> StoreReader:
     return StoreReader(url)
+
+
+@st.cache_data(ttl=10, show_spinner=False)  # counts every rollout
+def _states(url: str) -> pd.DataFrame:
+    return _reader(url).states()
 
 
 @st.cache_resource
@@ -151,7 +157,7 @@ def live_page(reader: StoreReader, options: argparse.Namespace) -> None:
             f"{now.waiting_for_judge} + {now.waiting_for_learner}",
             "Answers that wait for the judge + answers that wait for the learner.",
         )
-        _tile("Service", "answers" if answers else "down", options.url)
+        _tile("Service", "up" if answers else "down", options.url)
     if not now.num_rollouts:
         return
     span = _range("rollouts", key="live_range")
@@ -169,9 +175,10 @@ def live_page(reader: StoreReader, options: argparse.Namespace) -> None:
         charts.shares_chart(series, *which),
         "Stacked shares of writing styles over rollouts, with the preferred style above",
     )
+    part = f" ({series.sampled:,} of each looked at)" if series.sampled else ""
     st.caption(
-        f"Styles the judge saw, in groups of {series.width:,} rollouts; the strip on top is the "
-        "style that was preferred, a dashed line a switch. The preferred colour should fill up."
+        f"Styles the judge saw, in groups of {series.width:,} rollouts{part}; the strip on top is "
+        "the style that was preferred, a dashed line a switch. The preferred colour should fill up."
     )
     left, right = st.columns(2)
     with left:
@@ -201,7 +208,7 @@ def live_page(reader: StoreReader, options: argparse.Namespace) -> None:
 def health_page(reader: StoreReader, options: argparse.Namespace) -> None:
     span = _range("updates", key="health_range")
     table = reader.health(span)
-    states = reader.states()
+    states = _states(options.store)
     if len(table):
         note = f"Versions {table.index[0]:,} to {table.index[-1]:,}"
         step = round((table.index[-1] - table.index[0]) / max(len(table) - 1, 1))
@@ -299,9 +306,21 @@ def rollouts_page(reader: StoreReader, options: argparse.Namespace) -> None:
             st.session_state["before_seq"] = int(table["seq"].iloc[-1])
             st.rerun()
         _csv(table, "rollouts")
+    number = st.number_input(
+        "Or open the rollout of this number",
+        1,
+        value=None,
+        step=1,
+        key="rollout",
+        bind="query-params",
+    )
     rows = chosen.selection.rows if chosen else []
-    row = rows[0] if rows and rows[0] < len(table) else 0
-    _rollout(reader, options, int(table["seq"].iloc[row]), zone)
+    if rows and rows[0] < len(table):
+        number = int(table["seq"].iloc[rows[0]])
+    try:
+        _rollout(reader, options, number or int(table["seq"].iloc[0]), zone)
+    except NotFoundError as error:
+        st.warning(str(error))
 
 
 def versions_page(reader: StoreReader, options: argparse.Namespace) -> None:

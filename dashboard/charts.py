@@ -174,7 +174,7 @@ def value_chart(
     series: Series, phases: Sequence[Phase], first: int, last: int, styles: Sequence[str]
 ) -> alt.LayerChart:
     """What the critic expected before each trained answer, against what it earned."""
-    names = {"value": "expected (V at the first token)", "reward": "earned (reward)"}
+    names = {"value": "expected (V)", "reward": "earned (reward)"}
     lines = _long(series.values, names)
     band = bands(phases, first, last)
     drawn = _mean_lines(lines, first, last, list(names.values()), "mean").encode(
@@ -336,7 +336,7 @@ def _mean_lines(
             y=alt.Y(
                 "mean:Q",
                 scale=alt.Scale(domain=[-0.05, 1.15]),
-                axis=alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], title=title),
+                axis=alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="~g", title=title),
             ),
             tooltip=[
                 alt.Tooltip("what:N", title="mean of"),
@@ -355,7 +355,7 @@ def _bands(band: pd.DataFrame, styles: Sequence[str]) -> alt.Chart:
     )
     return (
         alt.Chart(data)
-        .mark_rect(opacity=0.16)
+        .mark_rect(fillOpacity=0.16)
         .encode(
             x=alt.X("start:Q"),
             x2="end:Q",

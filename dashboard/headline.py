@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, tzinfo
 
-from dashboard.queries import RECENT, Situation
+from dashboard.queries import COUNTED, RECENT, Situation
 
 SETTLED = 0.8  # mean reward over the last RECENT rollouts from which a preference is learned
 STUCK_ROLLOUTS = 150  # after so many, a reward still under STUCK needs a decision
@@ -31,15 +31,16 @@ def headline(now: Situation, zone: tzinfo) -> str:
     name, since = style_name(phase.style), clock(phase.started_at, zone)
     if not now.num_scored or now.reward_now is None or now.reward_at_switch is None:
         return f"{name} is preferred since {since}; no answer has been judged since then."
+    scored = f"{'over ' if now.num_scored >= COUNTED else ''}{now.num_scored:,}"
     if now.num_scored >= RECENT and now.reward_now >= SETTLED:
         text = (
             f"Settled on {name} since {since}: reward {now.reward_now:.2f} over the last "
-            f"{RECENT} answers ({now.num_scored:,} under this preference)"
+            f"{RECENT} answers ({scored} under this preference)"
         )
     else:
         text = (
             f"Adapting to {name} since {since}: reward {now.reward_at_switch:.2f} → "
-            f"{now.reward_now:.2f} in {now.num_scored:,} rollouts"
+            f"{now.reward_now:.2f} in {scored} rollouts"
         )
     if now.policy_lag is not None:
         text += f"; policy lag {now.policy_lag:.0f}"
@@ -91,6 +92,8 @@ def advice(
 
 
 def style_name(style: str) -> str:
+    if style == "none":  # how the judge says that it saw none of the pool
+        return "No style"
     return style[:1].upper() + style[1:].replace("_", " ")
 
 

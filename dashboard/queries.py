@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 POINTS = 2000  # up to so many rollouts are drawn one by one, more as means of groups
 GROUPS = 120  # groups of rollouts across a chart
+SAMPLED = 400  # rollouts looked at in each group; larger groups are sampled
+COUNTED = 10_000  # answers of a phase are counted up to here
 VERSIONS_SHOWN = 400  # versions across a chart of metrics; more are thinned evenly
 RECENT = 40  # rollouts that "now" means
 FIRST = 20  # rollouts that "at the switch" means
@@ -66,7 +68,7 @@ class Situation:
     run: str | None = None
     preset: str | None = None
     phase: Phase | None = None
-    num_scored: int = 0  # rollouts with a reward in this phase
+    num_scored: int = 0  # rollouts with a reward in this phase, counted up to COUNTED
     reward_at_switch: float | None = None
     reward_now: float | None = None
     preferred_share: float | None = None
@@ -91,6 +93,7 @@ class Series:
     values: pd.DataFrame  # rollout, at, value, reward (trained rollouts only)
     points: pd.DataFrame  # rollout, at, reward, style; empty for long ranges
     width: int  # rollouts in a group
+    sampled: int | None = None  # rollouts looked at in each group, if not all
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ class StoreReader:
                 run=run.id if run else None,
                 preset=run.preset if run else None,
                 phase=phase,
-                num_scored=_count(conn, *scored) if phase or total else 0,
+                num_scored=_count(conn, *scored, limit=COUNTED),
                 reward_at_switch=_mean([r.reward for r in first]),
                 reward_now=_mean([r.reward for r in last]),
                 preferred_share=_mean(
@@ -190,9 +193,11 @@ class StoreReader:
                 )
                 if phase
                 else None,
-                waiting_for_judge=_count(conn, c.state == RolloutState.PENDING.value),
+                waiting_for_judge=_count(conn, _served, c.state == RolloutState.PENDING.value),
                 waiting_for_learner=_count(
-                    conn, c.state.in_([RolloutState.REWARDED.value, RolloutState.CLAIMED.value])
+                    conn,
+                    _served,
+                    c.state.in_([RolloutState.REWARDED.value, RolloutState.CLAIMED.value]),
                 ),
                 unscored_share=failed / len(judged) if judged else 0.0,
                 last_answer_at=latest[0].created_at if latest else None,
@@ -214,6 +219,7 @@ class StoreReader:
         count = max(last - first + 1, 1)
         width = max(1, math.ceil(count / GROUPS)) if count > POINTS else max(10, count // 60)
         where = [c.seq >= first, c.seq <= last, _served]
+        sampled = SAMPLED if width > SAMPLED else None
 
         def points(conn: Connection) -> pd.DataFrame:
             columns = (
@@ -231,7 +237,7 @@ class StoreReader:
 
         def groups(conn: Connection) -> pd.DataFrame:
             group = ((c.seq - first) // width).label("group")
-            rows = conn.execute(
+            query = (
                 sa.select(
                     group,
                     c.detected_style,
@@ -247,13 +253,20 @@ class StoreReader:
                 )
                 .where(*where, _scored)
                 .group_by(group, c.detected_style)
-            ).all()
+            )
+            if sampled is None:
+                rows = list(conn.execute(query))
+            else:  # the middle of each group: reading all of a million would take seconds
+                rows = []
+                for start in range(first + (width - sampled) // 2, last + 1, width):
+                    run = c.seq.between(start, start + sampled - 1)
+                    rows += conn.execute(query.where(run))
             names = ["group", "style", "answers", "at", "reward", "quality", "marked"]
             names += ["style_match", "value", "valued", "valued_reward"]
             return pd.DataFrame([tuple(row) for row in rows], columns=names)
 
         if count > POINTS:
-            return _grouped(self._read(groups), first, width)
+            return _grouped(self._read(groups), first, width, sampled)
         return _pointwise(self._read(points), first, width)
 
     # ---- learning health
@@ -528,8 +541,9 @@ def _num_rollouts(conn: Connection) -> int:
     return conn.execute(sa.select(sa.func.max(rollouts.c.seq))).scalar() or 0
 
 
-def _count(conn: Connection, *where: sa.ColumnElement[bool]) -> int:
-    return conn.execute(sa.select(sa.func.count()).select_from(rollouts).where(*where)).scalar_one()
+def _count(conn: Connection, *where: sa.ColumnElement[bool], limit: int | None = None) -> int:
+    found = sa.select(rollouts.c.seq).where(*where).limit(limit).subquery()
+    return conn.execute(sa.select(sa.func.count()).select_from(found)).scalar_one()
 
 
 def _mean(numbers: Sequence[float]) -> float | None:
@@ -646,7 +660,7 @@ def _pointwise(rows: pd.DataFrame, first: int, width: int) -> Series:
     )
 
 
-def _grouped(rows: pd.DataFrame, first: int, width: int) -> Series:
+def _grouped(rows: pd.DataFrame, first: int, width: int, sampled: int | None) -> Series:
     sums = rows.groupby("group").agg(
         {name: "sum" for name in rows.columns if name not in ("group", "style", "at")}
         | {"at": "min"}
@@ -680,6 +694,7 @@ def _grouped(rows: pd.DataFrame, first: int, width: int) -> Series:
         values=values,
         points=pd.DataFrame(columns=["rollout", "at", "reward", "style"]),
         width=width,
+        sampled=sampled,
     )
 
 

@@ -22,10 +22,10 @@ DARKEST = 0.5
 def find_tokenizer(model: str | None, given: str | None = None) -> Path | None:
     """The tokenizer.json of a model: `given` (file or folder), its folder, or the cache."""
     candidates = [Path(path).expanduser() for path in (given, model) if path]
-    if model:
-        candidates += sorted(
-            (home() / "models").glob(f"{model}*"), key=lambda path: -path.stat().st_mtime
-        )
+    cache = home() / "models"
+    if model and cache.is_dir():
+        made = [path for path in cache.iterdir() if path.name.startswith(f"{model}-")]
+        candidates += sorted(made, key=lambda path: -path.stat().st_mtime)
     for path in candidates:
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.is_file() and file.suffix == ".json":

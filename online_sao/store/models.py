@@ -265,6 +265,13 @@ sa.Index(
     postgresql_where=versions.c.abandoned == sa.true(),
 )
 
+sa.Index(
+    "ix_versions_checkpoint",
+    versions.c.version,
+    sqlite_where=versions.c.checkpoint.isnot(None),
+    postgresql_where=versions.c.checkpoint.isnot(None),
+)
+
 events = sa.Table(
     "events",
     metadata,

@@ -1,0 +1,363 @@
+"""Every page in every state, by streamlit's own test harness."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from online_sao.errors import StoreError
+from online_sao.types import Preference, RolloutState
+
+APP = Path(__file__).parents[2] / "dashboard" / "app.py"
+PAGES = ["Live", "Learning health", "Rollouts", "Versions", "Controls"]
+
+
+@pytest.fixture
+def open_page(monkeypatch, nobody):
+    """Opens a page on a store as a browser would, and checks that nothing was thrown."""
+
+    def opened(page, store, url=nobody, *options, **query):
+        arguments = ["app.py", "--store", store, "--url", url, *map(str, options)]
+        monkeypatch.setattr(sys, "argv", arguments)
+        test = AppTest.from_file(str(APP), default_timeout=60)
+        test.query_params["page"] = page
+        for name, value in query.items():
+            test.query_params[name] = str(value)
+        return ran(test.run())
+
+    return opened
+
+
+def ran(test):
+    assert not test.exception, test.exception
+    return test
+
+
+def words(test):
+    """All text on the page."""
+    kinds = ("markdown", "caption", "info", "success", "warning", "error", "text", "html")
+    return "\n".join(str(element.value) for kind in kinds for element in getattr(test, kind))
+
+
+def charts_on(test):
+    return len(test.get("vega_lite_chart"))
+
+
+def button(test, label):
+    return next(b for b in test.button if b.label == label)
+
+
+def choice(test, label):
+    return next(box for box in test.selectbox if box.label == label)
+
+
+# ---- states of the store
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_store_yet(open_page, tmp_path, page):
+    test = open_page(page, f"sqlite:///{tmp_path}/store.sqlite")
+    assert "There is no store at" in test.info[0].value
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("Live", "No answer has been recorded yet"),
+        ("Learning health", "No update has been made yet"),
+        ("Rollouts", "No answer has been recorded yet"),
+        ("Versions", "There is no weight version yet"),
+        ("Controls", "No checkpoint is kept yet"),
+    ],
+)
+def test_an_empty_store(open_page, small, page, said):
+    test = open_page(page, small.url)
+    assert said in words(test)
+    assert charts_on(test) == 0
+
+
+@pytest.mark.parametrize(
+    ("page", "charts", "tables"),
+    [
+        ("Live", 3, 0),
+        ("Learning health", 16, 1),
+        ("Rollouts", 1, 2),
+        ("Versions", 0, 3),
+        ("Controls", 0, 0),
+    ],
+)
+def test_a_full_store(open_page, shift_url, page, charts, tables):
+    test = open_page(page, shift_url)
+    assert (charts_on(test), len(test.dataframe)) == (charts, tables)
+    assert not test.error
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_store_that_is_no_database(open_page, tmp_path, page):
+    path = tmp_path / "notes.txt"
+    path.write_text("only notes " * 1000)
+    test = open_page(page, f"sqlite:///{path}")
+    assert "is not an SQLite database" in test.error[0].value
+
+
+def test_a_store_that_fails_in_the_middle(open_page, small, monkeypatch):
+    def fail(*_, **__):
+        raise StoreError("The store is locked.")
+
+    monkeypatch.setattr("dashboard.queries.StoreReader.situation", fail)
+    assert [e.value for e in open_page("Live", small.url).error] == ["The store is locked."]
+
+
+def test_a_url_that_is_none(open_page):
+    assert "is not a database URL" in open_page("Live", "store.sqlite").error[0].value
+
+
+def test_the_page_follows_a_store_that_is_being_written(open_page, small, service):
+    small.begin()
+    small.add("a")
+    test = open_page("Live", small.url, service.url)
+    assert "no answer has been judged since then" in words(test)
+    assert "None of these answers has been judged yet" in words(test)
+    assert charts_on(test) == 0
+    small.add("b", seen="cute")
+    ran(test.run())
+    assert "Adapting to Cute" in words(test)
+    assert charts_on(test) == 2  # no values before the first update
+    small.store.set_preference(Preference("classical", ("cute", "classical")), 0)
+    small.add("c", seen="cute", reward=0.0)
+    ran(test.run())
+    assert "Adapting to Classical" in words(test)
+    assert "0.00 → 0.00 in 1 rollouts" in words(test)
+
+
+# ---- live
+
+
+def test_the_live_page_tells_the_operator_what_is_going_on(open_page, shift_url, service):
+    test = open_page("Live", shift_url, service.url)
+    assert test.success[0].value.startswith("**Settled on Classical since ")
+    tiles = {metric.label: metric.value for metric in test.metric}
+    assert tiles["Preferred style"] == "Classical"
+    assert float(tiles["Reward, last 40"]) > 0.8
+    assert tiles["Waiting"] == "3 + 0"
+    assert tiles["Service"] == "up"
+    assert '"domain": [1, 450]' in test.get("vega_lite_chart")[0].proto.spec
+    test.button_group(key="live_range").set_value("last 200")
+    ran(test.run())
+    assert '"domain": [251, 450]' in test.get("vega_lite_chart")[0].proto.spec
+
+
+def test_a_service_that_is_down_is_said(open_page, shift_url):
+    test = open_page("Live", shift_url)
+    assert "The service does not answer" in test.warning[0].value
+    assert charts_on(test) == 3
+
+
+def test_a_pause_and_a_warning_stand_on_top(open_page, small, service):
+    small.begin()
+    small.add("a", seen="cute")
+    small.store.add_event("error", {"what": "The disk is full."})
+    small.store.add_event("pause", {"reason": "guard: entropy"})
+    (box,) = open_page("Live", small.url, service.url).warning
+    assert "Learning is paused since" in box.value
+    assert "(guard: entropy)" in box.value
+    assert "Last warning: The disk is full." in box.value
+
+
+# ---- learning health
+
+
+def test_each_metric_is_explained_where_it_is_shown(open_page, shift_url):
+    test = open_page("Learning health", shift_url)
+    said = words(test)
+    assert "**KL to the start policy**" in said
+    assert "nothing is learned any more" in said
+    table = test.dataframe[0].value
+    assert ["unscored", "timeout"] in table[["state", "reason"]].to_numpy().tolist()
+
+
+def test_metrics_without_a_critic(open_page, small):
+    epoch = small.begin()
+    small.add("a", seen="cute")
+    small.train(
+        epoch, 1, 0.5, **{"critic/value_first": None, "policy/entropy": 0.4, "other/thing": 1.0}
+    )
+    test = open_page("Learning health", small.url)
+    assert charts_on(test) == 1
+    assert "**Entropy**: 0.4" in words(test)
+    assert "V at the first token" not in words(test)
+
+
+# ---- rollouts
+
+
+def test_one_opened_shows_question_answer_verdict_and_tokens(open_page, shift_url):
+    folder = Path(shift_url.removeprefix("sqlite:///")).parent
+    test = open_page("Rollouts", shift_url, "http://x", "--tokenizer", folder, rollout=421)
+    said = words(test)
+    assert "Rollout 421 (" in said
+    assert "Write a few lines about" in said
+    assert "**Reward " in said
+    assert "Reads as" in said
+    assert "outside the trust region and taught nothing" in said
+    assert 'title="advantage' in said
+    test.button_group(key="shade").set_value("importance ratio")
+    ran(test.run())
+    assert 'title="importance ratio 1.' in words(test)
+
+
+def test_without_a_tokenizer_tokens_are_numbers_and_masks_are_the_runs(open_page, small):
+    epoch = small.begin()
+    small.add("a", seen="cute")
+    small.train(epoch, 1, 0.25)
+    small.store.add_feedback("a", 0.0, "no")
+    test = open_page("Rollouts", small.url)
+    assert "No tokenizer.json was found" in words(test)
+    tokens = test.dataframe[-1].value
+    assert tokens["token_id"].tolist() == [7, 8, 9]
+    assert tokens["masked"].tolist() == [False, True, True]  # 0.7 and 6 are not inside (0.7, 6)
+    assert "no" in test.dataframe[1].value["comment"].tolist()
+
+
+def test_deleted_and_unjudged_answers(open_page, small):
+    small.begin()
+    small.add("gone", seen="cute")
+    small.store.delete_text("gone")
+    small.add("open")
+    assert "waits for its verdict" in words(open_page("Rollouts", small.url))
+    said = words(open_page("Rollouts", small.url, rollout=1))
+    assert "(deleted)" in said
+    assert "Its tokens were deleted" in said
+    assert "(discarded: deleted)" in said
+
+
+def test_a_rollout_that_does_not_exist(open_page, small):
+    small.begin()
+    small.add("a")
+    test = open_page("Rollouts", small.url, rollout=99)
+    assert test.warning[0].value == "There is no rollout 99."
+
+
+def test_filters_and_paging(open_page, shift_url):
+    test = open_page("Rollouts", shift_url)
+    assert test.dataframe[0].value["rollout"].tolist() == list(range(450, 400, -1))
+    button(test, "Older").click()
+    ran(test.run())
+    assert test.dataframe[0].value["rollout"].tolist() == list(range(400, 350, -1))
+    choice(test, "State").set_value("unscored")
+    ran(test.run())
+    shown = test.dataframe[0].value
+    assert set(shown["state"]) == {"unscored: timeout"}
+    assert shown["rollout"].is_monotonic_decreasing
+    choice(test, "Reward").set_value("1")  # unscored, and yet a reward of 1
+    ran(test.run())
+    assert "No answer passes these filters" in words(test)
+
+
+# ---- versions
+
+
+def test_events_versions_and_a_comparison(open_page, shift_url):
+    test = open_page("Versions", shift_url)
+    events, versions, compared = (table.value for table in test.dataframe)
+    assert events["what"].tolist()[-1] == "preference"
+    assert "style: cute; pool: academic, cute, chuunibyou" in events["details"].tolist()[-1]
+    assert versions["version"].tolist()[0] == max(versions["version"])
+    assert versions["checkpoint"].tolist()[0]
+    assert "policy/entropy" in compared["metric"].tolist()
+    assert "First answers from version" in words(test)
+
+
+# ---- controls
+
+
+@pytest.fixture
+def controls(open_page, small, service):
+    small.begin()
+    small.add("a", state=RolloutState.EXCLUDED, reason="opted_out")
+    small.store.set_checkpoint(0, "/checkpoints/v0")
+    return open_page("Controls", small.url, service.url)
+
+
+@pytest.mark.parametrize(
+    ("label", "told", "said"),
+    [
+        ("Pause learning", ("POST", "/v1/learning/pause", None), "Learning is paused since"),
+        ("Resume learning", ("POST", "/v1/learning/resume", None), "Learning goes on since"),
+        (
+            "Roll back",
+            ("POST", "/v1/learning/rollback", {"version": 0}),
+            "The weights of version 0 serve again as version 77 since",
+        ),
+    ],
+)
+def test_each_control_asks_once_and_says_what_happened(controls, service, label, told, said):
+    button(controls, label).click()
+    ran(controls.run())
+    assert service.told == []
+    button(controls, "Yes").click()
+    ran(controls.run())
+    assert service.told == [told]
+    assert said in controls.success[0].value
+    assert "Yes" not in [b.label for b in controls.button]
+    ran(controls.run())
+    assert service.told == [told]
+
+
+def test_a_switch_of_the_preference(controls, service):
+    controls.selectbox(key="style").set_value("classical")
+    controls.text_input(key="note").set_value("try it")
+    button(controls, "Switch the preference").click()
+    ran(controls.run())
+    assert "Reward Classical (of Cute, Classical) from now on?" in words(controls)
+    button(controls, "Yes").click()
+    ran(controls.run())
+    body = {"style": "classical", "pool": ["cute", "classical"], "note": "try it"}
+    assert service.told == [("PUT", "/v1/preference", body)]
+    assert "Classical is preferred since" in controls.success[0].value
+
+
+def test_a_style_outside_the_pool_is_not_sent(controls, service):
+    controls.multiselect(key="pool").set_value(["cute"])
+    controls.selectbox(key="style").set_value("classical")
+    button(controls, "Switch the preference").click()
+    ran(controls.run())
+    assert "must be one of those the judge tells apart" in controls.error[0].value
+    assert service.told == []
+
+
+def test_cancel_changes_nothing(controls, service):
+    button(controls, "Pause learning").click()
+    ran(controls.run())
+    button(controls, "Cancel").click()
+    ran(controls.run())
+    assert service.told == []
+    assert controls.success[0].value == "Nothing was changed."
+
+
+def test_a_refusal_is_shown_in_the_services_words(controls, service):
+    service.refuse = (409, {"error": {"message": "Version 0 has no retained checkpoint."}})
+    button(controls, "Roll back").click()
+    ran(controls.run())
+    button(controls, "Yes").click()
+    ran(controls.run())
+    assert "Version 0 has no retained checkpoint." in controls.error[0].value
+
+
+def test_the_key_is_asked_for_and_used(controls, service):
+    service.key = "admin"
+    ran(controls.run())
+    assert "refused the key" in controls.warning[0].value
+    assert button(controls, "Pause learning").disabled
+    controls.text_input(key="admin_key").set_value("admin")
+    ran(controls.run())
+    assert not controls.warning
+    assert "**Now:** learning is on, version 12." in words(controls)
+
+
+def test_controls_are_off_while_the_service_is_down(open_page, shift_url):
+    test = open_page("Controls", shift_url)
+    assert "cannot be reached" in test.warning[0].value
+    assert all(b.disabled for b in test.button)

@@ -1,0 +1,109 @@
+"""Charts are checked for what they say, by their data and encodings; looks by eye."""
+
+import ast
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from dashboard import charts
+from dashboard.metrics import GROUPS, Metric
+from dashboard.queries import Phase, StoreReader
+
+
+def phase(style: str, first: int) -> Phase:
+    return Phase(style, (style,), None, first, datetime.now(UTC), 0, first)
+
+
+def test_a_style_has_one_colour_everywhere():
+    some = charts.style_colors(["cute", "noir", "academic"])
+    more = charts.style_colors(["cute", "noir", "academic", "haiku", "classical"])
+    assert {style: more[style] for style in some} == some
+    assert len(set(more.values())) == len(more)
+    assert more["none"] == charts.NONE_COLOR
+
+
+def test_there_are_colours_for_more_styles_than_spares():
+    many = charts.style_colors([f"style{number}" for number in range(20)])
+    assert len(many) == 21
+
+
+def test_colours_are_the_scenario_figures():
+    figures = Path(__file__).parents[2] / "scenarios" / "figures.py"
+    (colors,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(figures.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "STYLE_COLORS"
+    )
+    assert colors == charts.STYLE_COLORS
+
+
+def test_bands_are_cut_to_the_range():
+    phases = [phase("cute", 1), phase("classical", 11), phase("cute", 31), phase("noir", 99)]
+    band = charts.bands(phases, 5, 40)
+    assert band[["start", "end", "style", "is_switch"]].to_numpy().tolist() == [
+        [5, 11, "cute", False],
+        [11, 31, "classical", True],
+        [31, 41, "cute", True],
+    ]
+    assert charts.bands(phases[:1], 5, 40)["end"].tolist() == [41]
+    assert not len(charts.bands([], 1, 10))
+
+
+def test_a_narrow_band_has_no_label():
+    band = charts.bands([phase("cute", 1), phase("noir", 98)], 1, 100)
+    assert band["label"].tolist() == ["Cute", ""]
+
+
+@pytest.mark.parametrize("points", [10, 10_000])
+def test_live_charts_of_a_real_store(shift_url, points, monkeypatch):
+    monkeypatch.setattr("dashboard.queries.POINTS", points)
+    reader = StoreReader(shift_url)
+    series, phases = reader.series(1, 450), reader.phases()
+    styles = reader.known()["styles"]
+    reader.close()
+    which = (series, phases, 1, 450, styles)
+    shares = charts.shares_chart(*which).to_dict()
+    totals = pd.DataFrame(_rows(shares, "share")).groupby("rollout")["share"].sum()
+    assert totals.tolist() == pytest.approx([1.0] * len(totals))
+    strip = _rows(shares, "low")
+    assert [row["style"] for row in strip] == ["cute", "chuunibyou", "classical"]
+    domain = shares["layer"][0]["encoding"]["color"]["scale"]
+    assert domain["range"][domain["domain"].index("Classical")] == "#009E73"
+    reward = charts.reward_chart(*which).to_dict()
+    dots = [row for rows in reward["datasets"].values() for row in rows if "shown" in row]
+    assert len(dots) == (0 if points == 10 else len(series.points))
+    assert {row["what"] for row in _rows(reward, "what")} == {"reward", "quality", "style match"}
+    value = charts.value_chart(*which).to_dict()
+    assert {row["what"] for row in _rows(value, "what")} == {"expected (V)", "earned (reward)"}
+
+
+def test_a_metric_with_gaps_and_a_bound():
+    table = pd.DataFrame({"x": [1.0, None, 3.0, -1.0]}, index=[4, 5, 6, 7])
+    drawn = charts.metric_chart(table, Metric("x", "X", "Read it."), bound=2.5).to_dict()
+    assert [row["bound"] for row in _rows(drawn, "bound")] == [2.5]
+    assert [row["version"] for row in _rows(drawn, "version")] == [4, 5, 6, 7]
+    log = charts.metric_chart(table, Metric("x", "X", "Read it.", log=True)).to_dict()
+    assert [row["version"] for row in _rows(log, "version")] == [4, 6]
+
+
+def test_lags_are_counted():
+    table = pd.DataFrame({"rollout/policy_lag_max": [0.0, 2.0, 2.0, None]})
+    drawn = charts.lag_chart(table).to_dict()
+    assert [(row["lag"], row["updates"]) for row in _rows(drawn, "lag")] == [(0, 1), (2, 2)]
+
+
+def test_no_parts_no_chart_of_seconds():
+    assert charts.seconds_chart(pd.DataFrame({"seconds/total": [1.0]})) is None
+
+
+def test_every_metric_is_explained_in_one_sentence():
+    metrics = [metric for group in GROUPS for metric in group.metrics]
+    assert len({metric.key for metric in metrics}) == len(metrics)
+    assert all(metric.reading.endswith(".") for metric in metrics)
+
+
+def _rows(chart: dict, column: str) -> list[dict]:
+    """The rows of the chart's data that have a column."""
+    return [row for rows in chart["datasets"].values() for row in rows if column in row]

@@ -1,0 +1,116 @@
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from dashboard.headline import advice, clock, duration, headline, style_name
+from dashboard.queries import Phase, Situation
+from online_sao.types import Event
+
+NOW = datetime.now(UTC)
+SWITCH = NOW.replace(hour=12, minute=2, second=0, microsecond=0)
+PHASE = Phase("chuunibyou", ("cute", "chuunibyou"), None, 3, SWITCH, 40, 101)
+ADAPTING = Situation(
+    num_rollouts=146,
+    phase=PHASE,
+    num_scored=46,
+    reward_at_switch=0.12,
+    reward_now=0.78,
+    policy_lag=2.0,
+    version=140,
+    last_answer_at=NOW,
+    updates_per_minute=20.0,
+)
+WARNING = Event(9, "error", {"what": "The disk is full."}, NOW)
+
+
+def test_adapting_in_one_sentence():
+    assert headline(ADAPTING, UTC) == (
+        "Adapting to Chuunibyou since 12:02: reward 0.12 → 0.78 in 46 rollouts; "
+        "policy lag 2; guard rails quiet."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_rollouts": 0}, "No answer has been recorded yet. Chuunibyou is preferred. Send"),
+        ({"num_rollouts": 0, "phase": None}, "No answer has been recorded yet. Send a first"),
+        ({"phase": None}, "146 answers are recorded, but no style is preferred yet."),
+        ({"num_scored": 0}, "Chuunibyou is preferred since 12:02; no answer has been judged"),
+        ({"reward_now": 0.8}, "Settled on Chuunibyou since 12:02: reward 0.80 over the last 40"),
+        ({"reward_now": 0.9, "num_scored": 39}, "Adapting to Chuunibyou"),
+        ({"warnings": [WARNING]}, "policy lag 2; 1 warning since the switch."),
+        ({"warnings": [WARNING] * 3}, "; 3 warnings since the switch."),
+        ({"policy_lag": None}, "in 46 rollouts; guard rails quiet."),
+        (
+            {"paused_since": SWITCH + timedelta(minutes=5), "pause_reason": "operator"},
+            "Learning is paused since 12:07 (operator): version 140 goes on answering",
+        ),
+    ],
+)
+def test_each_situation_has_its_sentence(change, said):
+    assert said in headline(replace(ADAPTING, **change), UTC)
+
+
+@pytest.mark.parametrize(
+    ("change", "service", "said"),
+    [
+        ({}, False, "The service does not answer"),
+        ({"unscored_share": 0.4}, True, "The judge failed on 40% of the last answers"),
+        ({"paused_since": SWITCH}, True, "Resume it under Controls"),
+        ({"num_scored": 150, "reward_now": 0.29}, True, "After 150 rollouts the reward is still"),
+        (
+            {
+                "waiting_for_learner": 7,
+                "updates_per_minute": None,
+                "last_answer_at": NOW - timedelta(seconds=121),
+            },
+            True,
+            "7 answers wait for the learner, but no update was made for 2 minutes",
+        ),
+        ({"warnings": [WARNING]}, True, "Last warning: The disk is full."),
+        ({"last_answer_at": NOW - timedelta(minutes=12)}, True, "recorded 12 minutes ago"),
+    ],
+)
+def test_each_trouble_has_its_advice(change, service, said):
+    (one,) = advice(replace(ADAPTING, **change), service_answers=service, at=NOW)
+    assert said in one
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"unscored_share": 0.2},
+        {"num_scored": 149, "reward_now": 0.0},
+        {"num_scored": 150, "reward_now": 0.3},
+        {"waiting_for_learner": 7, "updates_per_minute": None},
+    ],
+)
+def test_no_advice_where_nothing_is_wrong(change):
+    assert advice(replace(ADAPTING, **change), service_answers=True, at=NOW) == []
+
+
+def test_times_are_the_viewers():
+    today = datetime.now(ZoneInfo("Asia/Tokyo")).replace(hour=9, minute=30)
+    assert clock(today.astimezone(UTC), ZoneInfo("Asia/Tokyo")) == "09:30"
+    long_ago = datetime(2024, 5, 3, 22, 30, tzinfo=UTC)
+    assert clock(long_ago, ZoneInfo("Asia/Tokyo")) == "04 May 07:30"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(59.4, "59 s"), (60, "1 minute"), (7199, "1 hour"), (7200, "2 hours"), (200_000, "2 days")],
+)
+def test_durations(seconds, said):
+    assert duration(seconds) == said
+
+
+def test_style_names():
+    assert [style_name(s) for s in ("cute", "dry_humour", "none")] == [
+        "Cute",
+        "Dry humour",
+        "No style",
+    ]
