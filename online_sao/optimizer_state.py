@@ -15,8 +15,9 @@ def adamw_tensors(
 ) -> dict[str, torch.Tensor]:
     """`{parameter name}.{step | exp_avg | exp_avg_sq}` -> tensor; empty before the first step."""
     return {
-        f"{names[parameter]}.{key}": state[key]
-        for parameter, state in optimizer.state.items()
+        f"{name}.{key}": optimizer.state[parameter][key]
+        for parameter, name in names.items()
+        if parameter in optimizer.state
         for key in _KEYS
     }
 
@@ -38,10 +39,3 @@ def load_adamw_tensors(
             "exp_avg": state["exp_avg"].to(parameter.device, copy=True),
             "exp_avg_sq": state["exp_avg_sq"].to(parameter.device, copy=True),
         }
-
-
-def optimizer_step_dtype() -> torch.dtype:
-    """AdamW counts its steps in a float32 scalar."""
-    import torch
-
-    return torch.float32

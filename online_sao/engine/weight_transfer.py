@@ -67,6 +67,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        _abandon_reload(self.model)  # of an earlier update that failed
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -85,6 +86,25 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
 
     def shutdown(self) -> None:
         """Nothing is held between updates."""
+
+
+def _abandon_reload(model: torch.nn.Module) -> None:
+    """Undo what a failed update left begun: each such layer gets its old tensors back.
+
+    vLLM keeps the weights that a failed load had buffered and counts on from there, so the
+    next, good load would fail as well. Layers that were complete keep the failed update's
+    weights until that load.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        _place_kernel_tensors,
+        get_layerwise_info,
+    )
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:

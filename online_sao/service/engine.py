@@ -77,6 +77,7 @@ class RecordingLLM(AsyncLLM):
     min_temperature: float = 0.0
     max_train_tokens: int = 1 << 30
     weight_version: int = 0
+    _layout: int | None = None  # of the weight files that were loaded so far
 
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -202,6 +203,10 @@ class RecordingLLM(AsyncLLM):
         """
         # Everything that can be wrong with a file is found before anything stops.
         await asyncio.to_thread(file.verify)
+        if self._layout not in (None, file.layout):
+            raise WeightUpdateError(
+                f"The weight file of version {file.version} is of another model."
+            )
         started = time.monotonic()
         await self.pause_generation(mode="keep", clear_cache=True)
         try:
@@ -215,7 +220,7 @@ class RecordingLLM(AsyncLLM):
             ) from error
         # Only on success: a half-loaded model must not generate.
         await self.resume_generation()
-        self.weight_version = file.version
+        self.weight_version, self._layout = file.version, file.layout
         return time.monotonic() - started
 
 

@@ -211,17 +211,21 @@ class Endpoint:
 
         config = self._config
         data = config.model_dump(mode="json")
-        WeightBoard.options(name=names.BOARD, lifetime="detached", max_restarts=-1).remote()
+        # Typed loosely: Ray's decorators turn these classes into others.
+        board_class, learner_class, worker_class, endpoint_class = _untyped(
+            WeightBoard, LearnerActor, RewardWorker, EndpointDeployment
+        )
+        board_class.options(name=names.BOARD, lifetime="detached", max_restarts=-1).remote()
         self._report("starting learner and judge")
         # Handles are kept: an actor without one would be collected.
         self._parts = [
-            LearnerActor.options(name=names.LEARNER).remote(
+            learner_class.options(name=names.LEARNER).remote(
                 data, model, digest, str(self._weights_dir)
             ),
-            RewardWorker.options(name=names.REWARD_WORKER).remote(data),
+            worker_class.options(name=names.REWARD_WORKER).remote(data),
         ]
         self._report("starting the engine")
-        deployment = EndpointDeployment.options(
+        deployment = endpoint_class.options(
             num_replicas=config.engine.num_replicas,
             max_ongoing_requests=config.service.max_ongoing_requests + SERVE_OVERHEAD_REQUESTS,
             health_check_period_s=5,
@@ -298,6 +302,10 @@ def check_port(host: str, port: int) -> None:
                 f"The address {host}:{port} cannot be used ({error.strerror}); "
                 "choose another with --port."
             ) from None
+
+
+def _untyped(*objects: Any) -> tuple[Any, ...]:
+    return objects
 
 
 def _is_loopback(host: str) -> bool:

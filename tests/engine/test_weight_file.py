@@ -1,0 +1,73 @@
+"""A weight file is taken only if it is exactly what its writer wrote."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from online_sao.engine.weight_file import FILES_KEPT, write_weight_file
+from online_sao.errors import WeightUpdateError
+
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+
+
+def test_a_written_file_is_accepted(tmp_path):
+    file = write_weight_file(tmp_path, 3, TENSORS)
+    file.verify()
+    assert file.version == 3
+
+
+def test_a_flipped_byte_is_refused(tmp_path):
+    file = write_weight_file(tmp_path, 1, TENSORS)
+    with open(file.path, "r+b") as stream:
+        stream.seek(-3, 2)
+        byte = stream.read(1)
+        stream.seek(-3, 2)
+        stream.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(WeightUpdateError, match="damaged"):
+        file.verify()
+
+
+def test_a_cut_file_is_refused(tmp_path):
+    file = write_weight_file(tmp_path, 1, TENSORS)
+    with open(file.path, "r+b") as stream:
+        stream.truncate(file.size - 1)
+    with pytest.raises(WeightUpdateError, match="bytes"):
+        file.verify()
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    file = write_weight_file(tmp_path, 1, TENSORS)
+    gone = dataclasses.replace(file, path=str(tmp_path / "gone"))
+    with pytest.raises(WeightUpdateError, match="cannot be read"):
+        gone.verify()
+
+
+def test_other_tensors_than_announced_are_refused(tmp_path):
+    announced = write_weight_file(tmp_path, 1, TENSORS)
+    other = write_weight_file(tmp_path, 2, {**TENSORS, "a": torch.zeros(3, 2)})
+    swapped = dataclasses.replace(other, layout=announced.layout)
+    with pytest.raises(WeightUpdateError, match="other tensors"):
+        swapped.verify()
+
+
+def test_the_layout_does_not_depend_on_values_or_version(tmp_path):
+    first = write_weight_file(tmp_path, 1, TENSORS)
+    second = write_weight_file(tmp_path, 2, {name: t + 1 for name, t in TENSORS.items()})
+    assert first.layout == second.layout
+    assert first.checksum != second.checksum
+
+
+def test_old_files_are_removed(tmp_path):
+    for version in range(8, 13):
+        write_weight_file(tmp_path, version, TENSORS)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["weights-11.safetensors", "weights-12.safetensors"]
+    assert len(left) == FILES_KEPT
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error():
+    from pathlib import Path
+
+    with pytest.raises(WeightUpdateError, match="cannot be written"):
+        write_weight_file(Path("/proc/no"), 1, TENSORS)
