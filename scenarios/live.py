@@ -102,9 +102,9 @@ class Endpoint:
                 if waited >= READY_S:
                     raise ScenarioError(
                         f"The endpoint at {self.url} was not ready within {READY_S:.0f} s: "
-                        f"{_message(response)}"
+                        f"{_readiness(response)}"
                     )
-                tell(f"waiting for the endpoint: {_message(response)}")
+                tell(f"waiting for the endpoint: {_readiness(response)}")
             await asyncio.sleep(min(1.0, max(POLL_S, connect_s / 10)))
 
     async def chat(self, request: Request, scenario: Scenario, *, learn: bool) -> tuple[str, str]:
@@ -134,8 +134,8 @@ class Endpoint:
     async def learning(self) -> dict[str, Any]:
         return await self._call("GET", "/v1/learning", admin=True)
 
-    async def pause(self) -> None:
-        await self._call("POST", "/v1/learning/pause", admin=True)
+    async def pause(self, reason: str) -> None:
+        await self._call("POST", "/v1/learning/pause", admin=True, json={"reason": reason})
 
     async def resume(self) -> None:
         await self._call("POST", "/v1/learning/resume", admin=True)
@@ -207,6 +207,19 @@ def _message(response: httpx.Response) -> str:
             body = body[key]
     text = " ".join(str(body).split())
     return text[:300] or response.reason_phrase
+
+
+def _readiness(response: httpx.Response) -> str:
+    """What /ready is waiting for, in one line."""
+    try:
+        body = response.json()
+        stage = body["pretraining"] or {}
+        state = body["error"] or f"the learner is {body['learner']}"
+    except (ValueError, KeyError, TypeError):
+        return _message(response)
+    if stage.get("total"):
+        state += f", value pretraining {stage.get('done', 0)}/{stage['total']}"
+    return state
 
 
 def _reason(error: httpx.TransportError) -> str:
@@ -363,8 +376,10 @@ class Run:
                     "not begin from the start weights."
                 )
         if self.scenario.settings:
-            listed = ", ".join(f"{key} = {value}" for key, value in self.scenario.settings.items())
-            self._note(f"This scenario needs an endpoint with {listed}.")
+            listed = " ".join(
+                f"--set {key}={value}" for key, value in self.scenario.settings.items()
+            )
+            self._note(f"This scenario needs an endpoint started with {listed}.")
         if learning.get("paused"):
             self._note(f"Learning was paused ({learning.get('pause_reason')}); it is resumed.")
             await self.endpoint.resume()
@@ -557,7 +572,7 @@ class Run:
         requests = heldout_requests(self.scenario, number, count, position=at)
         bar = self._progress.add_task(f"held-out topics, {phase.name} at {at}", total=2 * count)
         self._paused = True  # before the call: it may be cut off after it took effect
-        await self.endpoint.pause()
+        await self.endpoint.pause(f"{self.scenario.name} asks about held-out topics")
         answers: dict[int, tuple[str, str]] = {}  # request number to receipt and answer
         waiting = iter(requests)
 

@@ -80,7 +80,8 @@ class FakeEndpoint:
         async def ready() -> Any:
             if self.not_ready_polls > 0:
                 self.not_ready_polls -= 1
-                return _error(503, "value pretraining 3/32")
+                body = {"ready": False, "learner": "pretraining", "error": None}
+                return JSONResponse({**body, "pretraining": {"done": 3, "total": 32}}, 503)
             return {"ready": True}
 
         @app.get("/v1/models")
@@ -153,7 +154,8 @@ class FakeEndpoint:
             }
 
         @app.post("/v1/learning/pause")
-        async def pause() -> Any:
+        async def pause(request: Request) -> Any:
+            assert set(await request.json()) == {"reason"}
             self.paused = True
             self.pauses += 1
             return {"paused": True}

@@ -112,7 +112,7 @@ def test_three_phases_end_to_end(fake, url, run, tmp_path):
     assert "Chuunibyou" in shown
     assert "45/45" in shown
     assert str(out) in shown.replace("\n", "")
-    assert "waiting for the endpoint: value pretraining 3/32" in err
+    assert "the learner is pretraining, value pretraining 3/32" in err
 
     # A finished run is not run over by the same command.
     code, _, err = run(SCRIPT, "--url", url, "--out", out, *QUICK)
@@ -355,7 +355,7 @@ def test_settings_are_named_and_delays_refused(fake, url, call, tmp_path):
     path.write_text(SHORT.replace("[heldout]", settings + "[heldout]"))
     code, _, err = call("live.py", path, "--url", url, "--out", tmp_path / "o", *QUICK)
     assert code == 0
-    assert "needs an endpoint with judge.flip_probability = 0.1" in err
+    assert "needs an endpoint started with --set judge.flip_probability=0.1" in err
     path.write_text(SHORT + "[delay]\nmax_rollouts = 5\n")
     code, _, err = call("live.py", path, "--url", url, *QUICK)
     assert code == 2
