@@ -35,7 +35,7 @@ def load_adamw_tensors(
     for parameter, name in names.items():
         state = {key: tensors[f"{name}.{key}"] for key in _KEYS}
         optimizer.state[parameter] = {
-            "step": state["step"].to(parameter.device, optimizer_step_dtype(), copy=True),
+            "step": state["step"].float().to(parameter.device, copy=True),
             "exp_avg": state["exp_avg"].to(parameter.device, copy=True),
             "exp_avg_sq": state["exp_avg_sq"].to(parameter.device, copy=True),
         }

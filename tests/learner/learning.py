@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +86,6 @@ def make_learner(model: Path, preset: str = "sao", **changes: Any) -> Learner:
 
 def on_policy(learner: Learner, rollout: Rollout) -> Rollout:
     """`rollout` with the behavior log-probs of the learner's own policy, now."""
-    from dataclasses import replace
-
     batch = make_batch([[rollout]])
     logprobs = learner.policy.logprobs(batch)[batch.action_mask]
     return replace(rollout, behavior_logprobs=logprobs.numpy().astype(np.float32))
@@ -114,3 +114,82 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
     return (before.keys() ^ after.keys()) | {
         name for name in both if not torch.equal(before[name], after[name])
     }
+
+
+@contextmanager
+def kept_states(backbone: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The last hidden states of each forward pass inside, with their gradients retained."""
+    kept: list[torch.Tensor] = []
+
+    def keep(module: Any, inputs: Any, output: Any) -> None:
+        output.last_hidden_state.retain_grad()
+        kept.append(output.last_hidden_state)
+
+    hook = backbone.register_forward_hook(keep)
+    yield kept
+    hook.remove()
+
+
+# Tiny random models of other architectures
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def architecture(name: str) -> Any:
+    """The transformers config of a tiny model."""
+    import transformers as t
+
+    match name:
+        case "llama":
+            return t.LlamaConfig(**SIZES)
+        case "qwen2":
+            return t.Qwen2Config(**SIZES)
+        case "qwen3":
+            return t.Qwen3Config(head_dim=8, **SIZES)
+        case "qwen3_moe":
+            return t.Qwen3MoeConfig(head_dim=8, num_experts=4, **EXPERTS, **SIZES)
+        case "qwen2_moe":
+            return t.Qwen2MoeConfig(
+                num_experts=4, shared_expert_intermediate_size=32, **EXPERTS, **SIZES
+            )
+        case "mixtral":
+            return t.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **SIZES)
+        case "gpt2":
+            sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+            return t.GPT2Config(vocab_size=512, bos_token_id=None, eos_token_id=None, **sizes)
+        case "opt":  # its MLP has no name of its own
+            return t.OPTConfig(ffn_dim=64, word_embed_proj_dim=32, **SIZES)
+        case "mamba":  # no attention at all
+            return t.MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=2)
+        case "gemma2":  # caps its logits
+            capped = {"final_logit_softcapping": 1.0, "head_dim": 8}
+            return t.Gemma2Config(**capped, **SIZES)
+        case "granite":  # divides its logits
+            return t.GraniteConfig(logits_scaling=8.0, **SIZES)
+    raise ValueError(name)
+
+
+def save_model(name: str, folder: Path) -> Path:
+    """A random model of an `architecture`, float32, as a Hugging Face folder."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(architecture(name), dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder

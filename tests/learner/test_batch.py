@@ -16,9 +16,7 @@ SHORT = make_rollout("s", prompt=[5, 6], tokens=[7, 8], logprobs=[-0.5, -1.5], r
 def turns():
     """Two turns: prompt 5 6, action 7 8, observation 9 10 11, action 12."""
     first = replace(SHORT, id="t0", temperature=0.5)
-    second = next_turn(
-        first, "t1", [9, 10, 11], [12], logprobs=[-2.5], reward=1.0, temperature=2.0
-    )
+    second = next_turn(first, "t1", [9, 10, 11], [12], logprobs=[-2.5], reward=1.0, temperature=2.0)
     return [first, second]
 
 
