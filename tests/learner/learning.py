@@ -109,10 +109,12 @@ def everything(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
-    """Names of what is not bit-identical, and of what is in one of the two only."""
+    """Names of what is not equal (NaN equals NaN), and of what is in one of the two only."""
     both = before.keys() & after.keys()
     return (before.keys() ^ after.keys()) | {
-        name for name in both if not torch.equal(before[name], after[name])
+        name
+        for name in both
+        if not torch.allclose(before[name], after[name], rtol=0, atol=0, equal_nan=True)
     }
 
 
