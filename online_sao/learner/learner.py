@@ -34,6 +34,7 @@ from online_sao.config import LearnerConfig
 from online_sao.learner.batch import Batch, make_batch
 from online_sao.learner.critic import Critic
 from online_sao.learner.estimators import Estimator, make_estimator
+from online_sao.learner.memory import keep_freed_memory
 from online_sao.learner.parameters import Snapshot
 from online_sao.learner.policy import Policy, action_logprobs
 from online_sao.types import FloatArray, Rollout
@@ -65,6 +66,7 @@ class Learner:
         if config.threads:
             torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
+        keep_freed_memory()
         self.policy = Policy(model, config, self.device)
         self.critic = Critic(model, config, self.device) if config.uses_critic else None
         self.estimator: Estimator = make_estimator(config, self._current_logprobs)

@@ -13,6 +13,10 @@ from online_sao.errors import ModelError
 from online_sao.learner.batch import Batch
 from online_sao.learner.parameters import TrainedParameters
 
+EAGER_ATTENTION_TOKENS = 256
+"""Up to here plain attention is quicker on a CPU than the fused kernel, whose backward pass is
+slow for short sequences; beyond, its [T, T] matrices cost more than they save."""
+
 HEAD_TOLERANCE = 0.02  # of the largest logit; above the rounding of bfloat16
 
 
@@ -36,6 +40,9 @@ def load_causal_lm(model: str, dtype: torch.dtype, device: torch.device) -> Any:
 def hidden_states(backbone: Any, batch: Batch) -> Tensor:
     """Last hidden states [B, T, H]; `backbone` is the model without its head."""
     mask = batch.attention_mask if batch.is_padded else None
+    is_short = batch.token_ids.shape[1] <= EAGER_ATTENTION_TOKENS
+    on_cpu = batch.token_ids.device.type == "cpu"
+    backbone.set_attn_implementation("eager" if is_short and on_cpu else "sdpa")
     return backbone(
         input_ids=batch.token_ids, attention_mask=mask, use_cache=False
     ).last_hidden_state

@@ -213,6 +213,8 @@ class RecordingLLM(AsyncLLM):
             await self.start_weight_update()
             await self.update_weights(WeightTransferUpdateRequest({"path": file.path}))
             await self.finish_weight_update(weight_version=str(file.version))
+            # The writer may have needed the file's place while we were reading.
+            await asyncio.to_thread(file.verify)
         except Exception as error:
             raise WeightUpdateError(
                 f"Loading weight version {file.version} failed half-way ({error}); generation "

@@ -192,26 +192,41 @@ class LearnerActor:
 
 
 class BoardPublisher:
-    """Writes a weight file to shared memory and announces it on the board."""
+    """Writes a weight file to shared memory and announces it on the board.
+
+    The engines load it while the learner goes on: `publish` returns when the file is
+    announced, and the next one first waits until the last is served. So what is wrong with a
+    version is raised when the next is published, and at most one is on its way.
+    """
 
     def __init__(self, folder: Path, deadline_s: float) -> None:
         self._folder = folder
         self._deadline_s = deadline_s
+        self._on_its_way: int | None = None
 
     def announce_start(self, version: int) -> None:
         ray.get(self._board().announce.remote(version, None))
 
     def publish(self, version: int, weights: dict[str, Tensor]) -> None:
+        self._settle()
         file = write_weight_file(self._folder, version, weights)
         try:
-            board = self._board()
-            ray.get(board.announce.remote(version, file), timeout=self._deadline_s)
+            ray.get(self._board().announce.remote(version, file), timeout=self._deadline_s)
+        except (ray.exceptions.RayError, ValueError) as problem:
+            raise WeightUpdateError(f"Version {version} was not published: {problem}.") from None
+        self._on_its_way = version
+
+    def _settle(self) -> None:
+        version, self._on_its_way = self._on_its_way, None
+        if version is None:
+            return
+        try:
             error = ray.get(
-                board.wait_applied.remote(version, self._deadline_s),
+                self._board().wait_applied.remote(version, self._deadline_s),
                 timeout=2 * self._deadline_s,
             )
         except (ray.exceptions.RayError, ValueError) as problem:
-            raise WeightUpdateError(f"Version {version} was not published: {problem}.") from None
+            error = str(problem)
         if error:
             raise WeightUpdateError(f"Version {version} is not served everywhere: {error}.")
 

@@ -118,7 +118,11 @@ class Endpoint:
         while self.app_state is None:
             await asyncio.sleep(RETRY_S)
         unique = f"pretraining-{secrets.token_hex(12)}"
-        body: dict[str, Any] = {"messages": messages, "max_tokens": PRETRAINING_MAX_TOKENS, "temperature": 1.0}
+        body: dict[str, Any] = {
+            "messages": messages,
+            "max_tokens": PRETRAINING_MAX_TOKENS,
+            "temperature": 1.0,
+        }
         context = RequestContext(f"chatcmpl-{unique}", body, purpose=Purpose.PRETRAINING)
         token = CURRENT_REQUEST.set(context)
         try:

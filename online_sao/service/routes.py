@@ -269,7 +269,7 @@ def build_app(endpoint: Any, config: Config) -> Any:
             # The learner says which versions it could go back to.
             cause = error.cause if isinstance(error.cause, OnlineSAOError) else error
             return JSONResponse(error_body(409, str(cause), "conflict_error"), 409)
-        return JSONResponse({"weight_version": made, "from_version": body.version})
+        return JSONResponse({"version": made, "from_version": body.version})
 
     def make_context(**fields: Any) -> RequestContext:
         return RequestContext(**fields, store_ok=not endpoint.store_failed)

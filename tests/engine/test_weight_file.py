@@ -58,12 +58,43 @@ def test_the_layout_does_not_depend_on_values_or_version(tmp_path):
     assert first.checksum != second.checksum
 
 
-def test_old_files_are_removed(tmp_path):
-    for version in range(8, 13):
-        write_weight_file(tmp_path, version, TENSORS)
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["weights-11.safetensors", "weights-12.safetensors"]
-    assert len(left) == FILES_KEPT
+def test_two_files_take_turns_and_hold_what_was_written_last(tmp_path):
+    from safetensors.torch import load_file
+
+    files = {
+        version: write_weight_file(tmp_path, version, {n: t + version for n, t in TENSORS.items()})
+        for version in range(8, 13)
+    }
+    assert len(list(tmp_path.iterdir())) == FILES_KEPT
+    for version in (11, 12):
+        files[version].verify()
+        loaded = load_file(files[version].path)
+        assert torch.equal(loaded["a"], TENSORS["a"] + version)
+        assert torch.equal(loaded["b"], TENSORS["b"] + version)
+    with pytest.raises(WeightUpdateError, match="damaged"):
+        files[10].verify()  # its place was taken by version 12
+
+
+def test_another_layout_replaces_the_file(tmp_path):
+    write_weight_file(tmp_path, 1, TENSORS)
+    other = {"a": torch.zeros(5), "c": torch.ones(2)}
+    file = write_weight_file(tmp_path, 3, other)
+    file.verify()
+    wider = write_weight_file(tmp_path, 5, {name: t.double() for name, t in other.items()})
+    wider.verify()
+    assert wider.layout != file.layout
+
+
+@pytest.mark.parametrize("place", [0, 9, 1 << 20, (5 << 20) + 3, -1, -9])
+def test_the_checksum_sees_every_place(tmp_path, place):
+    file = write_weight_file(tmp_path, 1, {"a": torch.arange(1_500_003, dtype=torch.float32)})
+    with open(file.path, "r+b") as stream:
+        stream.seek(place, 2 if place < 0 else 0)
+        byte = stream.read(1)
+        stream.seek(-1, 1)
+        stream.write(bytes([byte[0] ^ 16]))
+    with pytest.raises(WeightUpdateError):
+        file.verify()
 
 
 def test_a_folder_that_cannot_be_written_is_a_clear_error():
