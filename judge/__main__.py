@@ -6,14 +6,14 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from judge.calibration import Record, calibrate, read_records, share
 from judge.judge import Judge
 from judge.preferences import load_preferences
-from judge.verdict import NO_STYLE, JudgeError, Verdict
+from judge.verdict import JudgeError, Verdict
 
 EPILOG = """\
 examples
@@ -201,7 +201,6 @@ def _outcome(outcome: object) -> str:
 def _fit(args: argparse.Namespace) -> int:
     from judge import second_stage
     from judge.embedding import shared_embedder
-    from judge.lexicon import Lexicon
     from judge.measures import Text
 
     preferences = load_preferences(args.preferences)
@@ -225,13 +224,8 @@ def _fit(args: argparse.Namespace) -> int:
         and record.kind not in ("shuffle", "gibberish", "language")
         and len(Text(record.answer).words) >= preferences.min_words
     ]
-    lexicon = Lexicon(preferences)
-    texts = [Text(record.answer) for record in usable]
-    rows = [second_stage.style_row(lexicon, embedder.read(text.text), text) for text in texts]
     labels = [record.style for record in usable]
-    classes = (*preferences.styles, NO_STYLE)
-    groups = [str(record.messages) for record in usable]
-    classifier = second_stage.fit_styles(
+    data = second_stage.style_data(
         preferences, [(record.answer, record.style) for record in usable], embedder
     )
     if args.out:
@@ -240,8 +234,8 @@ def _fit(args: argparse.Namespace) -> int:
         out = second_stage.DATA / f"{args.preferences}.npz"
     else:
         out = Path(args.preferences).with_suffix(".npz")
-    second_stage.write_weights(out, classifier, preferences.rules_fingerprint)
-    seen = second_stage.cross_validate(rows, labels, groups, classes)
+    second_stage.write_weights(out, data.fit(), preferences.rules_fingerprint)
+    seen = second_stage.cross_validate(data, [str(record.messages) for record in usable])
     print(f"{len(usable)} answers; weights in {out}")
     hits = sum(a == b for a, b in zip(seen, labels, strict=True))
     print(f"cross-validated by prompt: style agrees {share(hits, len(labels))}")
@@ -249,31 +243,18 @@ def _fit(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from judge import quality
     from judge.embedded import EmbeddedJudge
-    from judge.lexicon import Lexicon
-    from judge.measures import Text
 
     records = [record for record in read_records(args.file) if not record.hostile]
     preferences = load_preferences("archetypes")
     pool = tuple(preferences.styles)
-    lexicon = Lexicon(preferences)
 
-    def rules(record: Record) -> None:
-        text = Text(record.answer)
-        evidence = lexicon.evidence(text)
-        quality.find_fault(
-            text,
-            str(record.messages[-1]["content"]),
-            min_words=preferences.min_words,
-            max_words=preferences.max_words,
-            num_marker_words=max(e.num_words for e in evidence.values()),
-        )
+    def marks_by(judge: EmbeddedJudge) -> Callable[[Record], object]:
+        def mark(record: Record) -> object:
+            request = str(record.messages[-1]["content"])
+            return judge.mark([request], record.answer, pool[0], pool)
 
-    judge = EmbeddedJudge(preferences)
-
-    def whole(record: Record) -> None:
-        judge.mark(str(record.messages[-1]["content"]), record.answer, pool[0], pool)
+        return mark
 
     through_litellm = Judge("offline/archetypes")
     through_litellm.check()
@@ -283,8 +264,8 @@ def _bench(args: argparse.Namespace) -> int:
 
     print(f"{len(records)} answers, over and over; per second of wall clock and of CPU")
     for name, function in (
-        ("rule function", rules),
-        (f"embedded judge{judge.label_suffix}", whole),
+        ("offline/rules, function", marks_by(EmbeddedJudge(preferences, second_stage=False))),
+        ("offline/archetypes, function", marks_by(EmbeddedJudge(preferences))),
         ("the same through litellm", path),
     ):
         function(records[0])
@@ -293,7 +274,7 @@ def _bench(args: argparse.Namespace) -> int:
             function(records[count % len(records)])
             count += 1
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-        print(f"{name:<28}{count / wall:10.0f} /s wall{count / cpu:10.0f} /s CPU")
+        print(f"{name:<30}{count / wall:10.0f} /s wall{count / cpu:10.0f} /s CPU")
     return 0
 
 

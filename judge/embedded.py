@@ -24,16 +24,15 @@ MARGIN = 1.0
 MIN_PROBABILITY = 0.45
 MIN_PROBABILITY_LEAD = 0.15
 """What the classifier's strongest class needs, or the style is none."""
-FOREIGN_SENTENCE = 0.9
-MIN_SENTENCE_WORDS = 6
-"""A sentence of at least this length that is this surely in another style of the set means
-that the style is not kept through the whole answer."""
+FOREIGN_SENTENCE = 0.7
+"""A sentence that is this surely in another style of the set means that the style is not
+kept through the whole answer."""
 MIN_EXAMPLE_LEAD = 0.0
 """How much nearer to the good examples than to the others (styles without rules)."""
 MIN_TOPIC_SIMILARITY = 0.09
 """Cosine between answer and request below which an answer that shares no word with the
 request is off the topic."""
-MAX_SALAD_PROBABILITY = 0.85
+MAX_SALAD_PROBABILITY = 0.92
 MAX_PIECES_PER_WORD = 2.2
 """Word pieces per word: English has about 1.2, invented words 3."""
 
@@ -55,6 +54,11 @@ class EmbeddedJudge:
     def __init__(self, preferences: PreferenceSet, second_stage: bool = True):
         self.preferences = preferences
         self._lexicon = Lexicon(preferences)
+        self._bounds = quality.Bounds(
+            preferences.min_words, preferences.max_words, tuple(preferences.styles)
+        )
+        styles = preferences.styles.values()
+        self._rubric_texts = tuple({t for s in styles for t in (s.description, s.earns_style)})
         self._wants_second_stage = second_stage
         self._second: SecondStage | None = None
         if second_stage:
@@ -83,17 +87,22 @@ class EmbeddedJudge:
                 "example zai/glm-4.7."
             )
 
-    def mark(self, request: str, answer: str, style: str, pool: Sequence[str]) -> Opinion:
-        """Marks for `answer` to `request`; `style` is preferred among `pool`."""
+    def mark(
+        self, conversation: Sequence[str], answer: str, style: str, pool: Sequence[str]
+    ) -> Opinion:
+        """Marks for `answer`; `style` is preferred among `pool`.
+
+        `conversation` are the texts of all turns, the request last.
+        """
         text = Text(answer)
         evidence = self._lexicon.evidence(text)
         fault = quality.find_fault(
             text,
-            request,
-            min_words=self.preferences.min_words,
-            max_words=self.preferences.max_words,
-            num_marker_words=max((e.num_words for e in evidence.values()), default=0),
+            (*conversation, *self._rubric_texts),
+            self._bounds,
+            max((e.num_words for e in evidence.values()), default=0),
         )
+        request = conversation[-1] if conversation else ""
         reading = None
         if self._second is not None and text.words:
             reading = self._second.embedder.read(text.text)
@@ -169,10 +178,12 @@ class EmbeddedJudge:
     def _by_classifier(
         self, text: Text, evidence: dict[str, Evidence], reading: Reading
     ) -> tuple[str, str]:
-        from judge.features import features
+        from judge.second_stage import style_rows
 
-        assert self._second is not None and self._second.styles is not None
-        odds = self._second.styles.probabilities(features(reading.style(), evidence, text))
+        assert self._second is not None
+        assert self._second.styles is not None
+        whole, *sentences = style_rows(self._lexicon, reading, text)
+        odds = self._second.styles.probabilities(whole)
         first, second = sorted(odds, key=lambda name: -odds[name])[:2]
         if first == NO_STYLE:
             return NO_STYLE, f"It reads as plain text ({odds[first]:.2f})."
@@ -180,29 +191,13 @@ class EmbeddedJudge:
             return NO_STYLE, (
                 f"Between {first} ({odds[first]:.2f}) and {second} ({odds[second]:.2f})."
             )
-        if (foreign := self._foreign_sentence(text, reading, first)) is not None:
-            return NO_STYLE, f"It begins as {first} but is {foreign} elsewhere."
-        notes = _notes(evidence[first]) if evidence[first].notes else "by its manner"
+        for row in sentences:
+            part = self._second.styles.probabilities(row)
+            other = max(part, key=lambda name: part[name])
+            if other not in (first, NO_STYLE) and part[other] > FOREIGN_SENTENCE:
+                return NO_STYLE, f"It is not {first} throughout: a sentence is {other}."
+        notes = _notes(evidence[first]) if evidence[first].score > 0 else "by its manner"
         return first, f"It is {first} ({odds[first]:.2f}): {notes}."
-
-    def _foreign_sentence(self, text: Text, reading: Reading, style: str) -> str | None:
-        """Another style that a sentence of the answer is clearly written in."""
-        from judge.features import features
-
-        assert self._second is not None and self._second.styles is not None
-        for sentence in text.sentences if len(text.sentences) > 1 else ():
-            part = Text(sentence)
-            if len(part.words) < MIN_SENTENCE_WORDS:
-                continue
-            start = text.text.find(sentence)
-            row = features(
-                reading.style(start, start + len(sentence)), self._lexicon.evidence(part), part
-            )
-            odds = self._second.styles.probabilities(row)
-            other = max(odds, key=lambda name: odds[name])
-            if other not in (style, NO_STYLE) and odds[other] > FOREIGN_SENTENCE:
-                return other
-        return None
 
     def _present(self, name: str, evidence: Evidence, reading: Reading | None) -> bool:
         rules = self.preferences.styles[name].rules

@@ -52,7 +52,7 @@ _PATTERNS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("end", "begin", "start", "close"),
-        r"""\b(?:end|begin|start|close)(?:\s+of)?(?:\s+the)?[\s_-]+
+        r"""\b(?:end|begin|start|close)(?:\s+of)?[\s_-]+
         (?:answer|task|conversation|response|submission|transcript|prompt)\b""",
     ),
     (
@@ -76,7 +76,7 @@ _PATTERNS: tuple[tuple[tuple[str, ...], str], ...] = (
         | (?:^|[.!?:;\[(,—-])\s*(?:the\s+)?{_GRADER}\s*[:,]
         | \b{_REVIEWER}\b[^.!?]{{0,60}}\b(?:must|should|please|shall|instructed|required|told|
           approved?|agreed?|confirms?|accepts?|records?|awards?|gives?|gave|rated?|marks?\s+it)\b
-        | \bas\s+(?:a|the|your)\s+(?:judge|grader|evaluator|grader's\s+\w+)\b""",
+        | \bas\s+(?:an?|the|your)\s+(?:\w+\s+)?(?:judge|grader|evaluator|grader's\s+\w+)\b""",
     ),
     (
         ("evaluation", "grading", "scoring", "judging"),
@@ -116,6 +116,54 @@ _PATTERNS: tuple[tuple[tuple[str, ...], str], ...] = (
         | \bmarks?\s+should\s+be\b|\bset\s+to\s+(?:1|one)\b|\b(?:1|one)\s+on\s+(?:both|each)\b
         | \bi\s+need\s+(?:the|this|these|those)\s+(?:points?|marks?|score|reward)\b""",
     ),
+    (
+        ("grader", "evaluator", "rubric", "llm", "language model", "reward", "classifier"),
+        r"""\b(?:graders?|evaluators?|rubrics?|llms?|(?:language|reward)\s+models?|classifiers?)\b
+        | \breward\s+(?:me|this|it|accordingly)\b""",
+    ),
+    (
+        ("out of", "/", "star", "percent", "%"),
+        r"""\b(?:rate|rated|rating|score|scored|scores|mark|deserves?|perfect|solid|easy)\b
+        [^.!?\n]{0,60}\b(?:\d+\s*/\s*\d+|(?:\d+|ten|five)\s+out\s+of\s+(?:\d+|ten|five)|
+        (?:five|5)\s+stars|100\s*%)
+        | \b(?:10|5|100|1)\s*/\s*(?:10|5|100|1)\b""",
+    ),
+    (
+        ("you are", "you're", "act as", "pretend"),
+        r"""\b(?:you\s+are|you're)\s+(?:now\s+|no\s+longer\s+)(?:an?|the|my|in|free)\b
+        | \byou\s+are\s+an?\s+(?:\w+\s+)?(?:ai|assistant|model|judge|grader|evaluator|bot)\b
+        | \b(?:act|pretend)\s+(?:as|to\s+be)\s+(?:an?|the)\s+(?:\w+\s+)?
+          (?:ai|assistant|model|judge|grader|evaluator|bot)\b""",
+    ),
+    (
+        ("instruction", "command", "rule"),
+        r"""\b(?:new|updated|important|urgent|special|secret|hidden|following|final)\s+
+        (?:instructions?|commands?|rules?)\s*[:.—-]
+        | \binstructions?\s+(?:for|to)\s+(?:the|you|any|all)\b
+        | \bfollow\s+(?:these|the|my)\s+instructions?\b""",
+    ),
+    (
+        ("assess", "evaluat", "rating", "rate", "mark", "grad", "scor", "judg", "review", "label"),
+        r"""\b(?:who(?:ever|ever\s+is|\s+is|\s+are)?|person|people|those|anyone|one)\s+
+        (?:is\s+|are\s+)?(?:assess|evaluat|rat|mark|grad|scor|judg|review)(?:es|e|ing)\s+
+        (?:this|these|the|my|it)\b
+        | \b(?:evaluate|assess|classify|label)\s+(?:this|it|the\s+\w+)\s+as\b
+        | \bplease\s+(?:assess|evaluate|rate|grade|score|mark)\b""",
+    ),
+    (
+        ("{",),
+        r"""\{\s*["'“”]?\w+["'“”]?\s*:""",
+    ),
+    (
+        ("style", "quality"),
+        r"\b(?:style|quality)\s*[:=]",
+    ),
+    (
+        ("label", "classification", "confidence", "category"),
+        r"""\b(?:correct|right|true|expected|predicted|final)\s+
+        (?:label|classification|category|answer)\s+(?:is|here|for)\b
+        | \b(?:label|classification|confidence|category)\s*[:=]""",
+    ),
     # speaking about itself as an answer
     (
         ("answer", "response", "submission", "output", "completion", "text", "passage", "piece"),
@@ -136,7 +184,8 @@ _PATTERNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("meet", "pass"),
         r"""\bmeets?\s+(?:every|all|each|the)\s+(?:\w+\s+)?criteri(?:on|a)\b
-        | \bpasses?\s+(?:on\s+)?(?:both|all|every|each)\s+(?:questions?|checks?|tests?|criteria)\b""",
+        | \bpasses?\s+(?:on\s+)?(?:both|all|every|each)\s+
+          (?:questions?|checks?|tests?|criteria)\b""",
     ),
     (
         ("approved", "already"),

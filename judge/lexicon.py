@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from judge.english import FUNCTION_WORDS
 from judge.measures import Text
 from judge.preferences import PreferenceSet, Rules
 
@@ -24,7 +25,8 @@ class Evidence:
     """The words and pattern notes found, strongest first."""
     failed_checks: list[str] = field(default_factory=list)
     num_words: int = 0
-    """Words of the text that are entries of at least STRONG weight."""
+    """Words of the text that are entries of at least STRONG weight, function words (thou,
+    upon) left out."""
 
 
 class Lexicon:
@@ -53,7 +55,7 @@ class Lexicon:
         found = {name: Evidence() for name in self._styles}
         hits: dict[tuple[str, str], float] = {}
         for entry, name, weight in self._word_hits(text.words):
-            if weight >= STRONG:
+            if weight >= STRONG and entry not in FUNCTION_WORDS:
                 found[name].num_words += 1 + entry.count(" ")
             hits[name, entry] = weight
         for name, pattern, weight, note in self._patterns:
@@ -61,7 +63,8 @@ class Lexicon:
                 hits[name, note] = weight
         for (name, note), weight in sorted(hits.items(), key=lambda hit: (-hit[1], hit[0])):
             found[name].score += weight
-            found[name].notes.append(note)
+            if weight > 0:
+                found[name].notes.append(note)
         for name, rules in self._styles.items():
             found[name].failed_checks = failed_checks(rules, text)
         return found

@@ -34,8 +34,9 @@ def reply(model: str, messages: list[dict[str, Any]]) -> str:
     """The embedded judge's answer to a grading request, as text."""
     task, nonce = read_messages(messages)
     judge = _judges[model.rpartition("/")[2], task.fingerprint]
+    turns = [text for _, text in task.conversation]
     request = next((text for role, text in reversed(task.conversation) if role == "user"), "")
-    opinion = judge.mark(request, task.answer, task.style, task.pool)
+    opinion = judge.mark([*turns, request], task.answer, task.style, task.pool)
     return json.dumps(
         {
             "code": nonce,

@@ -9,14 +9,18 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import pairwise
 
+from judge.english import FUNCTION_WORDS
 from judge.injection import speaks_to_grader
 from judge.measures import Text, is_emoji
 
 MIN_DISTINCT_SHARE = 0.5
 """Distinct words among all words (of the first 60)."""
-MIN_FUNCTION_SHARE = 0.2
+MIN_FUNCTION_SHARE = 0.16
 """Function words among all words: strings of catchwords have next to none."""
 MAX_MARKER_SHARE = 0.4
 """Catchwords of one style (lexicon.STRONG) among all words."""
@@ -29,17 +33,6 @@ MAX_CAPITALS_SHARE = 0.5
 MAX_LOOSE_ACCENTS = 4
 """Accents that stand on no letter of their own (emoji may have one each)."""
 
-_FUNCTION = """
-a about above across after again against all am an and any are as at away be because been before
-behind being below beneath beside between beyond both but by can could did do does down each
-either ere every few for from had hath has have he her here hers him his how i if in into is it
-its itself just like may me might mine more most much must my near neither no nor not now of off
-on once one only onto or other our ours out over own shall she should so some such than that the
-thee their them then there these they thine this those thou though through thus thy till to too
-toward towards under until unto up upon us very was we were what when where whether which while
-who whom whose why will with within without would yet you your yours i'm i'll i've i'd it's don't
-let's that's you're can't isn't there's 'tis tis twas
-"""
 _DETERMINER = "a an the my your its our their every"
 _CLASHING = """
 a an the of in on at to for from with by and or but is are was were be been am do does did has
@@ -52,7 +45,6 @@ write tell describe give make please say short sentence sentences words style pi
 something someone explain paragraph answer text response request user assistant way thing things
 really get go good lines few line
 """
-FUNCTION_WORDS = frozenset(_FUNCTION.split())
 _DETERMINERS = frozenset(_DETERMINER.split())
 _NOT_AFTER_DETERMINER = frozenset(_CLASHING.split())
 _NOT_BEFORE_STOP = frozenset(_DANGLING.split())
@@ -64,7 +56,9 @@ _BOILERPLATE = re.compile(
       \b(?:can(?:not|'t)|unable|won't|assist|help)\b
     | \bi\s+(?:cannot|can't|won't)\s+(?:help|assist|answer|do\s+that|write|comply|fulfil)
     | \blorem\s+ipsum\b | \[(?:insert|your|name|topic|add|placeholder)[^\]]*\] | \{\{?\s*\w+\s*\}?\}
-    | \b(?:todo|tbd|n/a)\b | https?:// | www\. | ``` | ^\s*\#{1,6}\s | </?\w+> """,
+    | \b(?:todo|tbd|n/a)\b | <!--
+    | [-=_*]{4,} | \b(?=\w*\d)(?=\w*[a-z])[\w+/=]{24,}
+    | https?:// | www\. | ``` | ^\s*\#{1,6}\s | </?\w+> """,
     re.IGNORECASE | re.VERBOSE | re.MULTILINE,
 )
 _END = re.compile(
@@ -81,22 +75,46 @@ _REPEATED_CHARS = re.compile(r"(\S)\1{9,}|(\S{2,4})\2{6,}")
 _SPACED_LETTERS = re.compile(r"(?:\b[^\W\d_][ .\-_*|]){6,}", re.UNICODE)
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What of a preference set matters to quality."""
+
+    min_words: int
+    max_words: int
+    style_names: tuple[str, ...] = ()
+
+    def claims_style(self, text: str) -> str | None:
+        """Words by which a text claims a style by name instead of having it."""
+        match = _claim(self.style_names).search(text) if self.style_names else None
+        return match.group() if match else None
+
+
+@cache
+def _claim(names: tuple[str, ...]) -> re.Pattern[str]:
+    name = "(?:" + "|".join(re.escape(n) for n in names) + ")"
+    kind = "(?:styles?|tone|voice|register|persona|answer|response|text)"
+    return re.compile(
+        rf"\b{name}\W{{0,2}}\s{kind}\b|\b{kind}\s*(?:is|was|[:=-])\W*{name}\b"
+        rf"|\b(?:selected|chosen|choose|select|picked|detected|in)\W{{1,3}}{name}\W*"
+        rf"(?:style\b|[.:;!]|$)|^\W*{name}\W*(?:[:—-]|$)|\b(?:very|most|fully|clearly|"
+        rf"completely|100\s*%)\s{name}\W*(?:and|,)\W*(?:very|most|fully|clearly)\b",
+        re.IGNORECASE | re.MULTILINE,
+    )
+
+
 def find_fault(
-    answer: Text,
-    request: str,
-    *,
-    min_words: int,
-    max_words: int,
-    num_marker_words: int,
+    answer: Text, conversation: Sequence[str], bounds: Bounds, num_marker_words: int
 ) -> str | None:
     """The first fault of the answer's form, in words; None if it has none.
 
-    `num_marker_words` is the largest number of words of one style's lexicon in it. Whether
-    it is on topic is asked apart (`shares_topic_word`).
+    `conversation` are the texts that it must not copy, `num_marker_words` the largest
+    number of words of one style's lexicon in it. Whether it is on topic is asked apart
+    (`shares_topic_word`).
     """
     words = answer.words
     n = len(words)
-    if to_grader := speaks_to_grader(answer.text):
+    min_words, max_words = bounds.min_words, bounds.max_words
+    if to_grader := speaks_to_grader(answer.text) or bounds.claims_style(answer.text):
         return f"It speaks to the grader or imitates a grade: '{to_grader}'."
     if n < min_words:
         return f"It has {n} words, fewer than {min_words}."
@@ -108,7 +126,7 @@ def find_fault(
         or _boilerplate(answer)
         or _repetitive(answer)
         or _not_prose(answer, num_marker_words)
-        or _echo(answer, request)
+        or _echo(answer, conversation)
     )
 
 
@@ -188,7 +206,7 @@ def _repetitive(answer: Text) -> str | None:
     long = [s for s in sentences if s.count(" ") >= 2]
     if len(long) != len(set(long)):
         return "It repeats a sentence."
-    fours = Counter(zip(words, words[1:], words[2:], words[3:], strict=False))
+    fours = Counter(_fours(words))
     if fours and (max(fours.values()) >= 3 or sum(v - 1 for v in fours.values()) > len(words) / 8):
         return "It loops."
     twos = Counter(pairwise(words))
@@ -196,7 +214,7 @@ def _repetitive(answer: Text) -> str | None:
     if immediate > max(4, len(words) / 8) or max(twos.values()) > max(3, len(words) / 8):
         return "It stammers."
     content = Counter(w for w in words if w not in FUNCTION_WORDS)
-    if content and max(content.values()) > max(3, len(words) / 6):
+    if content and max(content.values()) > max(4, len(words) / 6):
         return "It repeats one word too often."
     return None
 
@@ -228,11 +246,19 @@ def _not_prose(answer: Text, num_marker_words: int) -> str | None:
     return None
 
 
-def _echo(answer: Text, request: str) -> str | None:
-    asked = Text(request).words
-    words = answer.words
-    fours = set(zip(asked, asked[1:], asked[2:], asked[3:], strict=False))
-    mine = list(zip(words, words[1:], words[2:], words[3:], strict=False))
-    if fours and mine and sum(f in fours for f in mine) / len(mine) > MAX_ECHO_SHARE:
-        return "It copies the request."
+def _echo(answer: Text, conversation: Sequence[str]) -> str | None:
+    mine = _fours(answer.words)
+    for said in conversation if mine else ():
+        theirs = _fours_said(said)
+        if theirs and sum(four in theirs for four in mine) / len(mine) > MAX_ECHO_SHARE:
+            return "It copies what was said before."
     return None
+
+
+@lru_cache(maxsize=64)
+def _fours_said(text: str) -> frozenset[tuple[str, ...]]:
+    return frozenset(_fours(Text(text).words))
+
+
+def _fours(words: list[str]) -> list[tuple[str, ...]]:
+    return list(zip(words, words[1:], words[2:], words[3:], strict=False))

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,9 @@ from judge.verdict import NO_STYLE, JudgeError
 
 PROSE_FILE = DATA / "prose.npz"
 PROSE, SALAD = "prose", "salad"
+
+MIN_SENTENCE_WORDS = 6
+"""Shorter sentences say too little about a style."""
 
 MIN_EXAMPLES = 2
 """Good examples that a style without rules needs."""
@@ -145,15 +147,47 @@ SHUFFLE_WINDOWS = (4, 12, 1000)
 """Words are shuffled within windows of this size to make texts that are not prose."""
 
 
-def style_row(lexicon: Lexicon, reading: Reading, text: Text) -> Array:
-    """The features of a whole text for the style classifier."""
-    return features(reading.style(), lexicon.evidence(text), text)
+def style_rows(lexicon: Lexicon, reading: Reading, text: Text) -> list[Array]:
+    """Features of a whole text, then of each of its sentences of some length."""
+    rows = [features(reading.style(), lexicon.evidence(text), text)]
+    for start, end in long_sentences(text):
+        part = Text(text.text[start:end])
+        rows.append(features(reading.style(start, end), lexicon.evidence(part), part))
+    return rows
 
 
-def fit_styles(
+def long_sentences(text: Text) -> list[tuple[int, int]]:
+    """Where the sentences of at least MIN_SENTENCE_WORDS stand in a text of several."""
+    spans, position = [], 0
+    for sentence in text.sentences:
+        start = text.text.index(sentence, position)
+        position = start + len(sentence)
+        if len(Text(sentence).words) >= MIN_SENTENCE_WORDS:
+            spans.append((start, position))
+    return spans if len(text.sentences) > 1 else []
+
+
+@dataclass(frozen=True)
+class StyleData:
+    """Labelled answers as rows: `rows[i][0]` is answer i, the rest its sentences."""
+
+    classes: tuple[str, ...]
+    rows: list[list[Array]]
+    labels: list[str]
+
+    def fit(self, chosen: Sequence[int] | None = None) -> Classifier:
+        """A classifier from the chosen answers and their sentences."""
+        picked = range(len(self.labels)) if chosen is None else chosen
+        flat = [(row, self.labels[i]) for i in picked for row in self.rows[i]]
+        return fit_classifier(
+            [row for row, _ in flat], [label for _, label in flat], self.classes, l2=STYLE_L2
+        )
+
+
+def style_data(
     preferences: PreferenceSet, labelled: Sequence[tuple[str, str]], embedder: Embedder
-) -> Classifier:
-    """A style classifier from (answer, style) pairs."""
+) -> StyleData:
+    """Rows of (answer, style) pairs."""
     classes = (*preferences.styles, NO_STYLE)
     missing = sorted(set(classes) - {style for _, style in labelled})
     if missing:
@@ -162,8 +196,8 @@ def fit_styles(
     rows = []
     for answer, _ in labelled:
         text = Text(answer)
-        rows.append(style_row(lexicon, embedder.read(text.text), text))
-    return fit_classifier(rows, [style for _, style in labelled], classes, l2=STYLE_L2)
+        rows.append(style_rows(lexicon, embedder.read(text.text), text))
+    return StyleData(classes, rows, [style for _, style in labelled])
 
 
 def fit_prose(
@@ -190,21 +224,14 @@ def fit_prose(
     return fit_classifier(rows, labels, (PROSE, SALAD), l2=PROSE_L2)
 
 
-def cross_validate(
-    rows: Any, labels: list[str], groups: list[str], classes: tuple[str, ...], folds: int = 8
-) -> list[str]:
-    """The class of every row by a classifier that saw no row of its group."""
+def cross_validate(data: StyleData, groups: Sequence[str], folds: int = 6) -> list[str]:
+    """The class of every answer by a classifier that saw no answer of its group."""
     fold_of = {group: i % folds for i, group in enumerate(sorted(set(groups)))}
-    seen = [""] * len(labels)
+    seen = [NO_STYLE] * len(groups)
     for fold in range(folds):
-        inside = [i for i, group in enumerate(groups) if fold_of[group] != fold]
-        outside = [i for i, group in enumerate(groups) if fold_of[group] == fold]
-        if not outside or {labels[i] for i in inside} != set(classes):
-            continue
-        classifier = fit_classifier(
-            [rows[i] for i in inside], [labels[i] for i in inside], classes, l2=STYLE_L2
-        )
-        for i in outside:
-            odds = classifier.probabilities(rows[i])
-            seen[i] = max(odds, key=lambda name: odds[name])
+        classifier = data.fit([i for i, group in enumerate(groups) if fold_of[group] != fold])
+        for i, group in enumerate(groups):
+            if fold_of[group] == fold:
+                odds = classifier.probabilities(data.rows[i][0])
+                seen[i] = max(odds, key=lambda name: odds[name])
     return seen
