@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -229,12 +230,17 @@ def _in_child(function: Any, *arguments: Any) -> None:
     import multiprocessing
 
     context = multiprocessing.get_context("spawn")
-    child = context.Process(target=_guarded, args=(function, *arguments))
+    # daemon: whatever ends us ends it.
+    child = context.Process(target=_guarded, args=(function, *arguments), daemon=True)
     child.start()
+    assert child.pid is not None
     try:
         child.join()
     except KeyboardInterrupt:
-        child.join()  # it got the same signal and writes what it has
+        # A terminal's Ctrl-C reaches both; a SIGTERM only us. It writes what it has.
+        if child.is_alive():
+            os.kill(child.pid, signal.SIGINT)
+        child.join()
         raise
     if child.exitcode == 130:
         raise KeyboardInterrupt
