@@ -212,6 +212,9 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _train_one(config: Config, scenario: Any, folder: Any, lag: int) -> None:
+    import warnings
+
+    warnings.simplefilter("ignore", FutureWarning)  # of the libraries, about one another
     from online_sao.offline import OfflineRunner
     from online_sao.progress import make_progress
 

@@ -1,0 +1,145 @@
+"""The offline runner with the real engine: the same numbers twice, and going on after a stop."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from online_sao.scenario import read_results
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+SCENARIO = """
+name = "tiny"
+claim = "the runner works"
+topics = "writing"
+max_tokens = 12
+[heldout]
+every = 4
+answers = 4
+[[phase]]
+name = "Cute"
+style = "cute"
+pool = ["academic", "cute", "chuunibyou"]
+rollouts = 8
+[[phase]]
+name = "Classical"
+style = "classical"
+pool = ["classical", "cute", "chuunibyou"]
+rollouts = 4
+"""
+FLOAT32 = ("engine.dtype=float32", "learner.compute_dtype=float32", "engine.max_model_len=512")
+CLOCKS = ("elapsed_s", "seconds")
+
+
+def command(folder: Path, scenario: Path, *more: str) -> list[str]:
+    arguments = [sys.executable, "-m", "online_sao.cli", "train", "--scenario", str(scenario)]
+    return [*arguments, "--out", str(folder), *more]
+
+
+def tiny(model: Path, *settings: str) -> list[str]:
+    chosen = (*FLOAT32, "learner.value_pretraining_rollouts=4", "learner.threads=1", *settings)
+    return ["--model", str(model), *(part for setting in chosen for part in ("--set", setting))]
+
+
+def numbers(folder: Path) -> list[dict]:
+    """All rows of a result folder, without what a clock measured."""
+    results = read_results(folder)
+    rows = [*results.rows, *results.heldout]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows
+    ]
+
+
+@pytest.fixture
+def scenario(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(SCENARIO)
+    return path
+
+
+@pytest.mark.parametrize("lag", ["0", "4"])
+def test_the_same_seed_gives_the_same_numbers(tiny_model, scenario, tmp_path, lag):
+    for name in ("first", "second"):
+        arguments = command(tmp_path / name, scenario, "--lag", lag, *tiny(tiny_model))
+        subprocess.run(arguments, check=True, timeout=300)
+    first = numbers(tmp_path / "first" / "sao-seed0")
+    assert first == numbers(tmp_path / "second" / "sao-seed0")
+    trained = [row for row in first if row.get("state") == "trained"]
+    assert len(trained) == 12
+    lags = {row["policy_lag"] for row in trained}
+    assert lags == ({0} if lag == "0" else {0, 1, 2, 3})
+    # Float32 on both sides: nothing lies between sampling and learning but the lag.
+    at_once = [row for row in trained if row["policy_lag"] == 0]
+    assert max(row["policy/logprob_gap"] for row in at_once) < 1e-4
+
+
+def test_an_interrupted_run_goes_on_to_the_same_numbers(tiny_model, scenario, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    arguments = tiny(tiny_model)
+    subprocess.run(command(whole, scenario, *arguments), check=True, timeout=300)
+    process = subprocess.Popen(command(cut, scenario, *arguments), start_new_session=True)
+    journal = cut / "sao-seed0" / "journal.json"
+    deadline = time.monotonic() + 200
+    while not journal.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 130
+    assert not _alive_in_group(process.pid), "a process of the run is left"
+    subprocess.run(command(cut, scenario, *arguments), check=True, timeout=300)
+    assert numbers(cut / "sao-seed0") == numbers(whole / "sao-seed0")
+
+
+def test_a_group_method_answers_each_prompt_several_times(tiny_model, scenario, tmp_path):
+    settings = tiny(tiny_model, "learner.group_size=4", "learner.rollouts_per_update=4")
+    subprocess.run(
+        command(tmp_path / "out", scenario, "--preset", "grpo", *settings), check=True, timeout=300
+    )
+    rows = read_results(tmp_path / "out" / "grpo-seed0").rows
+    assert len(rows) == 12 * 4
+    assert max(row["trained_version"] or 0 for row in rows) <= 12
+
+
+def test_another_run_in_the_folder_is_refused(tiny_model, scenario, tmp_path):
+    folder = tmp_path / "out" / "sao-seed0"
+    folder.mkdir(parents=True)
+    (folder / "journal.json").write_text('{"identity": {"run_id": "another"}}')
+    (folder / "summary.json").write_text("{}")
+    done = subprocess.run(
+        command(tmp_path / "out", scenario, *tiny(tiny_model)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "other settings" in done.stderr
+
+
+@pytest.mark.model
+def test_the_embedded_model_learns_from_its_answers(scenario, tmp_path):
+    """The real model, bfloat16, as users run it."""
+    done = command(tmp_path / "out", scenario, "--phase-rollouts", "4", "--heldout-every", "0")
+    subprocess.run([*done, "--set", "learner.value_pretraining_rollouts=4"], check=True)
+    results = read_results(tmp_path / "out" / "sao-seed0")
+    trained = [row for row in results.rows if row["state"] == "trained"]
+    assert len(trained) == 8
+    assert sum(row["quality"] for row in results.heldout) > len(results.heldout) / 2
+    for row in trained:
+        assert row["policy/importance_ratio_mean"] == pytest.approx(1, abs=0.1)
+        assert row["policy/logprob_gap"] < 0.2  # bfloat16 against bfloat16, other kernels
+        assert row["policy/masked_fraction"] < 0.1
+
+
+def _alive_in_group(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
