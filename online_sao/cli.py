@@ -21,8 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
-    # SIGTERM is Ctrl-C: both leave by the same door, which cleans up.
-    signal.signal(signal.SIGTERM, _interrupt)
+    _leave_by_one_door()
     try:
         return args.run(args) or 0
     except OnlineSAOError as error:
@@ -31,6 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+
+
+def _leave_by_one_door() -> None:
+    """SIGTERM is Ctrl-C: both raise KeyboardInterrupt, and the way out cleans up.
+
+    Ctrl-C is set too: a shell starts background jobs with it ignored.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)
 
 
 def _interrupt(*_: object) -> None:
@@ -252,6 +260,7 @@ def _in_child(function: Any, *arguments: Any) -> None:
 
 
 def _guarded(function: Any, *arguments: Any) -> None:
+    _leave_by_one_door()
     try:
         function(*arguments)
     except OnlineSAOError as error:

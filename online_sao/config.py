@@ -131,8 +131,8 @@ class LearnerConfig(_Section):
     value_pretraining_epochs: int = Field(2, ge=1)
     # optimisation
     rollouts_per_update: int = Field(1, ge=1)
-    policy_lr: float = Field(1e-5, ge=0)
-    critic_lr: float = Field(2e-5, ge=0)
+    policy_lr: float = Field(5e-5, ge=0)
+    critic_lr: float = Field(3e-5, ge=0)
     critic_warmup_updates: int = Field(10, ge=0)
     """Updates over which the critic's learning rate rises linearly after pretraining."""
     adam_betas: tuple[float, float] = (0.9, 0.95)

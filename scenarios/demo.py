@@ -23,7 +23,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = ("sao", "running_mean")
-PHASE_ROLLOUTS = 80
+PHASE_ROLLOUTS = 100
 START_TIMEOUT_S = 900
 STOP_TIMEOUT_S = 150
 
@@ -37,7 +37,8 @@ SIMULATION = (
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    # SIGTERM is Ctrl-C, so that the endpoint is stopped either way.
+    # Both end the endpoint too; a shell starts background jobs with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: _raise_interrupt())
     out = Path(options.out).absolute()
     started = time.monotonic()
@@ -58,7 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
     except subprocess.CalledProcessError as error:
         _say(f"demo: {Path(str(error.cmd[1])).name} ended with exit code {error.returncode}")
         return 2
-    _say(f"done in {(time.monotonic() - started) / 60:.0f} minutes; figures in {out / 'comparison'}")
+    _say(
+        f"done in {(time.monotonic() - started) / 60:.0f} minutes; figures in {out / 'comparison'}"
+    )
     _say(_what_next(options, out))
     return 0
 
@@ -107,7 +110,7 @@ def _wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
     if server.poll() is None:
-        server.send_signal(signal.SIGINT)
+        server.terminate()
         try:
             server.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -142,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), help="default: %(default)s")
     parser.add_argument("--phase-rollouts", type=int, default=PHASE_ROLLOUTS, metavar="N")
-    parser.add_argument("--heldout-every", type=int, default=40, metavar="N")
+    parser.add_argument("--heldout-every", type=int, default=50, metavar="N")
     parser.add_argument("--heldout-answers", type=int, default=24, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=8199)

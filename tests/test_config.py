@@ -48,7 +48,7 @@ class TestDefaults:
         assert (learner.critic_updates, learner.critic_trainable) == (2, "mlp")
         assert learner.value_timing == "before"
         assert (learner.rollouts_per_update, learner.kl_coef) == (1, 0.2)
-        assert (learner.policy_lr, learner.critic_lr) == (1e-5, 2e-5)
+        assert (learner.policy_lr, learner.critic_lr) == (5e-5, 3e-5)
         assert (learner.adam_betas, learner.weight_decay) == ((0.9, 0.95), 0.0)
         assert learner.grad_clip_quantile is None
         assert (learner.value_pretraining_rollouts, learner.critic_warmup_updates) == (32, 10)
