@@ -125,7 +125,7 @@ Look at the learned drift:     online-sao dashboard --run-dir {store}
 Serve and learn yourself:      make serve
   then, with curl:             curl -s http://127.0.0.1:8000/v1/chat/completions \\
                                  -H 'Content-Type: application/json' \\
-                                 -d '{{"messages": [{{"role": "user", "content": "Write about rain."}}]}}'
+                                 -d '{{"messages": [{{"role": "user", "content": "Rain."}}]}}'
   or with the openai client:   OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
 (the command online-sao lies in {os.path.relpath(Path(sys.executable).parent)})"""
 
