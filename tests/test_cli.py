@@ -1,0 +1,91 @@
+"""The command line: bad input ends with one clear sentence and exit code 2, before any start."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from online_sao.cli import main
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "online_sao.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of complaint; there must be no stack trace."""
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("online-sao: ")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--model", "nope"), "Unknown model 'nope'"),
+        (("--model", "/no/such/folder"), "not a model folder"),
+        (("--config", "missing.toml"), "no config file"),
+        (("--set", "learner.gamma=2"), "learner.gamma"),
+        (("--set", "learner.nonsense=1"), "learner.nonsense"),
+        (("--set", "nonsense=1"), "section.setting"),
+        (("--set", "service.port=99999"), "service.port"),
+        (("--set", "preference.style=pirate"), "pirate"),
+        (("--set", "service.topics=missing.toml"), "missing.toml"),
+        (("--judge", "no-such-provider/model"), "no-such-provider"),
+        (("--judge", "zai/glm-4.7"), "ZAI_API_KEY"),
+        (("--preset", "grpo"), "online-sao train"),
+        (("--host", "0.0.0.0"), "ONLINE_SAO_API_KEY"),
+        (("--run-dir", "/proc/nowhere"), "cannot be written"),
+    ],
+)
+def test_serve_refuses(arguments, says, tiny_model):
+    if "--model" not in arguments:
+        arguments = (*arguments, "--model", str(tiny_model))
+    assert says in complaint(run("serve", "--port", "0", *arguments))
+
+
+def test_a_taken_port_is_named(tiny_model, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = run(
+            "serve", "--model", str(tiny_model), "--port", port, "--run-dir", str(tmp_path / "r")
+        )
+    assert port in complaint(done)
+
+
+def test_a_cache_that_cannot_be_written_is_named():
+    done = run("prepare", ONLINE_SAO_HOME="/proc/nowhere")
+    assert "ONLINE_SAO_HOME" in complaint(done)
+
+
+def test_an_unknown_preset_lists_the_known_ones():
+    done = run("serve", "--preset", "nope")
+    assert done.returncode == 2
+    assert "running_mean" in done.stderr
+
+
+def test_train_refuses_a_missing_scenario():
+    assert "no scenario file" in complaint(run("train", "--scenario", "missing.toml"))
+
+
+@pytest.mark.parametrize("command", [[], ["prepare"], ["serve"], ["train"], ["dashboard"]])
+def test_help_teaches(command, capsys):
+    try:
+        code = main([*command, "--help"] if command else [])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 0
+    assert len(capsys.readouterr().out) > 200
