@@ -33,6 +33,10 @@ BACKOFF_S = 0.5
 
 BACKOFF_MAX_S = 20.0
 
+TIMEOUT_GRACE_S = 0.5
+"""The client's own timeout, which ends a call cleanly, gets this much time to act before
+the call is cancelled from outside (a server that drips bytes never trips it)."""
+
 VOTE_TEMPERATURE = 0.7
 """Temperature when several votes are taken; a single vote is taken at 0."""
 
@@ -356,7 +360,8 @@ class Judge:
             attempt += 1
             try:
                 response = await asyncio.wait_for(
-                    litellm.acompletion(**call, num_retries=0, max_retries=0), remaining
+                    litellm.acompletion(**call, num_retries=0, max_retries=0),
+                    remaining + TIMEOUT_GRACE_S,
                 )
             except Exception as error:
                 fault = provider.fault_of(error)

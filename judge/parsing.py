@@ -81,7 +81,7 @@ def json_objects(text: str) -> list[dict[str, Any]]:
 
 
 MAX_BRACES = 100
-MAX_OBJECT_CHARS = 8_000
+MAX_OBJECT_CHARS = 4_000
 """Bounds of the search, so that a hostile text cannot make it slow."""
 
 

@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,14 @@ class PreferenceSet:
     weights: Path | None = field(default=None, compare=False)
     """Weights fitted to this set for the embedded judge (`python -m judge fit`), if any."""
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of the whole content: part of every cache key."""
         content = asdict(self)
         content.pop("weights")
         return _hash(content)
 
-    @property
+    @cached_property
     def rules_fingerprint(self) -> str:
         """Hash of what fitted weights depend on."""
         rules = {name: asdict(style.rules) for name, style in self.styles.items()}
