@@ -23,7 +23,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = ("sao", "running_mean")
-PHASE_ROLLOUTS = 100
+PHASE_ROLLOUTS = 80
 START_TIMEOUT_S = 900
 STOP_TIMEOUT_S = 150
 
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), help="default: %(default)s")
     parser.add_argument("--phase-rollouts", type=int, default=PHASE_ROLLOUTS, metavar="N")
-    parser.add_argument("--heldout-every", type=int, default=50, metavar="N")
+    parser.add_argument("--heldout-every", type=int, default=40, metavar="N")
     parser.add_argument("--heldout-answers", type=int, default=24, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=8199)

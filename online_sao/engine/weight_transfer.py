@@ -28,6 +28,9 @@ from vllm.distributed.weight_transfer.base import (
 BACKEND = "online_sao_shm"
 
 
+SPIN_S = 0.002  # longer than the gap between two steps of a busy engine
+
+
 def register() -> None:
     """Entry point `vllm.general_plugins`: make BACKEND known in this vLLM process.
 
@@ -35,8 +38,33 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    if not torch.cuda.is_available():
+        _wait_without_spinning()
+
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
+
+
+def _wait_without_spinning() -> None:
+    """Let a waiting engine sleep after SPIN_S instead of spinning for a whole second.
+
+    EngineCore and Worker each poll their message queue without pause for a second after every
+    message, and a generation sends messages all the time. On a machine with cores to spare
+    that saves microseconds; here it takes half the time of the core that the learner needs.
+    What comes after the spinning (a socket that wakes the reader) is vLLM's own.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    original = SpinCondition.__init__
+    if getattr(original, "is_ours", False):
+        return
+
+    def short_spin(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.busy_loop_s = min(self.busy_loop_s, SPIN_S)
+
+    short_spin.is_ours = True  # type: ignore[attr-defined]
+    SpinCondition.__init__ = short_spin
 
 
 @dataclass

@@ -39,7 +39,8 @@ ENVIRONMENT = {
     # burns the time that the other needs.
     "OMP_WAIT_POLICY": "PASSIVE",
     "KMP_BLOCKTIME": "0",
-    "RAY_DEDUP_LOGS": "1",
+    # Ray gives its workers the lowest priority; ours are the service itself.
+    "RAY_worker_niceness": "0",
     "PYTHONWARNINGS": "ignore",
 }
 
