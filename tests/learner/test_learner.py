@@ -117,6 +117,7 @@ class TestAgainstTheReference:
             {"kl_coef": 0.0},
             {"kl_coef": 1.0, "entropy_coef": 0.05},
             {"kl_coef": 0.1, "surprise_coef": 0.5, "surprise_rate": 0.9},
+            {"policy_lr": 2e-4, "critic_lr": 5e-4},
             {"critic_updates": 1},
             {"critic_updates": 3, "critic_warmup_updates": 4},
             {"value_timing": "after"},

@@ -315,7 +315,11 @@ class TestRefusals:
         loop.start()
         bench.add("a")
         bench.add("bad", logprobs=-math.inf)
-        bench.learn(loop, "b")
+        with running(loop):
+            until(lambda: bench.states()["bad"] is S.EXCLUDED)
+            assert bench.states()["a"] in (S.REWARDED, S.CLAIMED)
+            bench.add("b")
+            bench.drained()
         assert bench.states() == {"a": S.TRAINED, "bad": S.EXCLUDED, "b": S.TRAINED}
         assert {r.num_claims for r in bench.store.get_many(["a", "b"])} == {1}
 

@@ -25,6 +25,21 @@ def _algorithm(module: str, *faults: tuple[str, str, str]) -> list[Fault]:
     return [Fault(name, file, old, new, (test,)) for name, old, new in faults]
 
 
+def _learner(module: str, *faults: tuple[str, str, str]) -> list[Fault]:
+    file, test = f"online_sao/learner/{module}.py", f"tests/learner/test_{module}.py"
+    return [Fault(name, file, old, new, (test,)) for name, old, new in faults]
+
+
+def _update(tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
+    file, test = "online_sao/learner/learner.py", f"tests/learner/test_learner.py::{tests}"
+    return [Fault(name, file, old, new, (test,)) for name, old, new in faults]
+
+
+def _loop(tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
+    file, test = "online_sao/learner/loop.py", f"tests/learner/test_loop.py::{tests}"
+    return [Fault(name, file, old, new, (test,)) for name, old, new in faults]
+
+
 FAULTS: list[Fault] = [
     *_algorithm(
         "statistics",
@@ -307,5 +322,312 @@ FAULTS: list[Fault] = [
             "gap -= reference_logits.detach()",
             "gap -= reference_logits",
         ),
+    ),
+    *_learner(
+        "batch",
+        ("state of the token itself", "return rows, columns - 1", "return rows, columns"),
+        (
+            "observations counted as actions",
+            "np.full(len(observation), -1)",
+            "np.full(len(observation), number)",
+        ),
+        (
+            "reward on the first token instead of the last",
+            "earned[-1] = rollout.reward",
+            "earned[len(observation)] = rollout.reward",
+        ),
+        (
+            "a turn may contradict its history",
+            "if not np.array_equal(prompt[:length], seen):",
+            "if False:",
+        ),
+        (
+            "padding counted as tokens",
+            "attention_mask[row, :n] = True",
+            "attention_mask[row] = True",
+        ),
+        (
+            "the temperature of the first turn for all",
+            "np.full(num_actions, rollout.temperature)",
+            "np.full(num_actions, trajectory[0].temperature)",
+        ),
+        (
+            "a session's tokens given to each of its rollouts",
+            "self.action_index[row] == action]",
+            "self.action_index[row] >= 0]",
+        ),
+    ),
+    *_learner(
+        "parameters",
+        (
+            "masters not rounded into the model",
+            "self.drop_gradients()\n        self._round()",
+            "self.drop_gradients()",
+        ),
+        (
+            "loaded masters not rounded into the model",
+            "master.copy_(tensors[name])\n        self._round()",
+            "master.copy_(tensors[name])",
+        ),
+        (
+            "a second backward pass replaces the first",
+            "master.grad += compute.grad",
+            "master.grad = compute.grad.float()",
+        ),
+        (
+            "a clip from too few norms",
+            "len(self._norms) < CLIP_MIN_SAMPLES",
+            "len(self._norms) < 1",
+        ),
+        (
+            "norms remembered as clipped",
+            "self._norms.append(grad_norm)",
+            "self._norms.append(min(grad_norm, limit or grad_norm))",
+        ),
+        (
+            "a snapshot that moves along",
+            "{name: tensor.clone() for name, tensor in self.masters().items()}",
+            "self.masters()",
+        ),
+    ),
+    *_learner(
+        "policy",
+        ("temperature forgotten", " / batch.temperature[batch.action_mask][:, None]", ""),
+        (
+            "an anchor that moves along",
+            "return _action_logits(self._start, batch)",
+            "return _action_logits(self.model, batch)",
+        ),
+        ("capped logits accepted", "        _check_head(self.model)\n", ""),
+    ),
+    *_learner(
+        "critic",
+        ("value of the state after the token", "[rows, columns]", "[rows, columns + 1]"),
+        ("attention trained", "requires_grad_(name in trained)", "requires_grad_(True)"),
+        ("router trained", 'if not _ROUTER.search(f".{rest}"):', "if True:"),
+        ("a head that is not zero", "        nn.init.zeros_(self.head.weight)\n", ""),
+        ("unknown roles accepted", "elif not _NORM.search(rest):", "elif False:"),
+    ),
+    *_learner(
+        "estimators",
+        (
+            "one group for all prompts",
+            "groups.setdefault(prompt_key(trajectory[0]), [])",
+            'groups.setdefault("", [])',
+        ),
+        (
+            "SPO: movement measured on the new answer",
+            "self._moved(before)",
+            "self._moved(trajectory[0])",
+        ),
+        (
+            "normalised: a spread of what is normalised already",
+            "rows = zip(raw, batch.action_mask, strict=True)",
+            "rows = zip(raw / self._scale.scale(), batch.action_mask, strict=True)",
+        ),
+        (
+            "first visit: the whole reward as advantage",
+            "0.0 if (known := baseline(prompt_key(trajectory[0]))) is None",
+            "value if (known := baseline(prompt_key(trajectory[0]))) is None",
+        ),
+        (
+            "step level: the two poolings exchanged",
+            '"mean" if config.advantage == "step_average" else "last"',
+            '"last" if config.advantage == "step_average" else "mean"',
+        ),
+    ),
+    *_update(
+        "TestAgainstTheReference::test_three_updates_of_one_rollout",
+        (
+            "K critic updates less one",
+            "range(self.config.critic_updates)",
+            "range(self.config.critic_updates - 1)",
+        ),
+        (
+            "V from after the update",
+            "                values = critic_step.values\n                if",
+            "                self._critic_steps(batch, critic_step)\n"
+            "                values = self.critic.values(batch).detach()\n"
+            "                critic_step = self._critic_loss(batch)\n                if",
+        ),
+        (
+            "the anchor pushes away",
+            "term = term + coefficient * kl",
+            "term = term - coefficient * kl",
+        ),
+        (
+            "surprise without its bound",
+            "config.surprise_coef * max(0.0, self.surprise)",
+            "config.surprise_coef * self.surprise",
+        ),
+        (
+            "surprise upside down",
+            "((value - reward) - self.surprise)",
+            "((reward - value) - self.surprise)",
+        ),
+        (
+            "an entropy bonus that is a penalty",
+            "term = term - config.entropy_coef",
+            "term = term + config.entropy_coef",
+        ),
+        (
+            "the critic's learning rate for the policy",
+            "self.policy.parameters.step(self.config.policy_lr,",
+            "self.policy.parameters.step(self.config.critic_lr,",
+        ),
+    ),
+    *_update(
+        "TestOneUpdate",
+        (
+            "warm-up ignored",
+            "share = min(1.0, (self.num_updates + 1) / warmup) if warmup else 1.0",
+            "share = 1.0",
+        ),
+        (
+            "warm-up begins at nothing",
+            "(self.num_updates + 1) / warmup",
+            "self.num_updates / warmup",
+        ),
+        (
+            "explained variance of values that know the rewards",
+            "self._remember(batch, critic_step.values if critic_step else None)",
+            "self._remember(batch, values)",
+        ),
+    ),
+    *_update(
+        "TestRefused",
+        (
+            "a refused update still steps",
+            "if not (math.isfinite(policy_norm) and math.isfinite(critic_norm)):",
+            "if False:",
+        ),
+        (
+            "tokens that are not finite let through",
+            'if int(metrics["policy/non_finite_tokens"]):',
+            "if False:",
+        ),
+        (
+            "a refused update leaves the critic moved",
+            "if critic_before is not None:",
+            "if False:",
+        ),
+    ),
+    *_update(
+        "TestPretraining",
+        (
+            "a reward in its own baseline",
+            "        advantages = self.estimator.advantages(batch, values)\n",
+            "        self.estimator.observe(batch)\n"
+            "        advantages = self.estimator.advantages(batch, values)\n",
+        ),
+        (
+            "pretraining forgets the baselines",
+            "            self.estimator.observe(make_batch([[rollout]], self.device))",
+            "            pass",
+        ),
+    ),
+    *_learner(
+        "checkpoint",
+        ("checksums not looked at", 'if checksum != entry["checksum"]:', "if False:"),
+        (
+            "the state's checksum not looked at",
+            'if state.pop("checksum", None) != _state_checksum(state):',
+            'if state.pop("checksum", None) is None:',
+        ),
+        (
+            "moments not loaded",
+            '        parameters.load_optimizer_tensors(tensors[f"{part}_optimizer.safetensors"])\n',
+            "",
+        ),
+        (
+            "random state not restored",
+            'torch.set_rng_state(torch.tensor(state["torch_rng"], dtype=torch.uint8))',
+            "pass",
+        ),
+        (
+            "a half-written checkpoint left behind",
+            "    except (OSError, SafetensorError) as error:\n"
+            "        shutil.rmtree(partial, ignore_errors=True)\n",
+            "    except (OSError, SafetensorError) as error:\n",
+        ),
+        ("pinned checkpoints removed", "if version not in pinned:", "if True:"),
+    ),
+    *_loop(
+        "TestResume",
+        (
+            "nothing comes back after a crash",
+            "lost = self._store.rewind(-1 if parent is None else parent, self._run.id)",
+            "lost = 0",
+        ),
+        (
+            "everything comes back after a crash",
+            "self._store.rewind(-1 if parent is None else parent,",
+            "self._store.rewind(-1,",
+        ),
+        (
+            "a lost store goes unnoticed",
+            "        self._refuse_unknown_checkpoints()\n",
+            "",
+        ),
+    ),
+    *_loop(
+        "TestRollback",
+        ("a crash undoes a rollback", "if ancestor != version:", "if False:"),
+        (
+            "a rollback leaves the rollouts of its line",
+            "            self._store.discard_after(version)\n",
+            "",
+        ),
+    ),
+    *_loop(
+        "TestRefusals",
+        (
+            "a broken rollout takes the others along",
+            '            self._set_aside(broken, "non_finite"',
+            '            self._set_aside(ids, "non_finite"',
+        ),
+    ),
+    *_loop(
+        "TestControl", ("a pause without effect", "if self._pause_reason is not None:", "if False:")
+    ),
+    *_loop(
+        "TestPublishing",
+        (
+            "every update published",
+            "return time.monotonic() >= self._next_publish",
+            "return True",
+        ),
+    ),
+    *_loop(
+        "TestStoreOutage",
+        ("a checkpoint of what the store does not know", " and not self._unrecorded", ""),
+    ),
+    Fault(
+        "settings: the preset before the file",
+        "online_sao/config.py",
+        '{**preset_settings(name), **learner, "preset": name}',
+        '{**learner, **preset_settings(name), "preset": name}',
+        ("tests/test_config.py::TestPrecedence",),
+    ),
+    Fault(
+        "settings: a group larger than an update",
+        "online_sao/config.py",
+        "self.rollouts_per_update % self.group_size",
+        "self.rollouts_per_update < 1",
+        ("tests/test_config.py::TestRefused",),
+    ),
+    Fault(
+        "preparation without a lock",
+        "online_sao/prepare.py",
+        'with FileLock(folder / ".prepare.lock"):',
+        "if True:",
+        ("tests/test_prepare.py::TestPrepare",),
+    ),
+    Fault(
+        "an interrupted warm start begins anew",
+        "online_sao/prepare.py",
+        'first = int(state.metadata()["step"])',
+        "first = 0",
+        ("tests/test_prepare.py::TestWarmStart",),
     ),
 ]

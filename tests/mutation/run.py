@@ -35,6 +35,17 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = shutil.ignore_patterns(
     ".*", "__pycache__", "*.egg-info", "node_modules", "build", "dist", "mutation", "shared"
 )
+PRELOADED = (
+    "torch",
+    "torch.distributed.tensor",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "tokenizers",
+    "safetensors.torch",
+    "sqlalchemy",
+    "pydantic",
+    "filelock",
+)
 TEST_TIMEOUT_S = 60
 RUN_TIMEOUT_S = 180
 
@@ -162,7 +173,7 @@ def preload() -> None:
 
     The runs are forks of this process. Nothing of the repository may be among it.
     """
-    for module in ("torch", "torch.distributed.tensor"):
+    for module in PRELOADED:
         importlib.import_module(module)
     for plugin in importlib.metadata.entry_points(group="pytest11"):
         plugin.load()
