@@ -296,17 +296,22 @@ class LearnerLoop:
 
     def run(self) -> None:
         """Learn until `stop`; then write a checkpoint. Raises FencedError when taken over."""
+        store_failure: str | None = None
         try:
             while not self._stop.is_set():
                 try:
-                    if not self._one_round():
+                    worked = self._one_round()
+                    if store_failure is not None and self._failure == store_failure:
+                        self._failure = None  # the store answers again
+                    store_failure = None
+                    if not worked:
                         self._wake.wait(POLL_S)
                         self._wake.clear()
                 except FencedError:
                     raise
                 except StoreError as error:
                     # Nothing is lost: what was claimed returns when the store does.
-                    self._failure = str(error)
+                    self._failure = store_failure = str(error)
                     log.warning("the store refused: %s", error)
                     self._stop.wait(STORE_RETRY_S)
             if self._learner.num_updates > 0 and not self._unrecorded:
@@ -475,7 +480,10 @@ class LearnerLoop:
         self._next_publish = time.monotonic() + self._config.learner.publish_min_interval_s
         self._published = self._version
         self._unpublished = False
-        self._store.set_published(self._version)
+        try:
+            self._store.set_published(self._version)
+        except StoreError as error:  # a time stamp: nothing depends on it
+            log.warning("the publish of version %s was not noted: %s", self._version, error)
 
     def _checkpoint(self) -> None:
         try:
