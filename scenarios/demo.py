@@ -48,11 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
             _run_preset(preset, out, options)
         _say("comparing")
         folders = [str(out / preset) for preset in options.presets]
-        subprocess.run(
-            [sys.executable, "scenarios/compare.py", *folders, "--out", str(out / "comparison")],
-            cwd=ROOT,
-            check=True,
-        )
+        _call([sys.executable, "scenarios/compare.py", *folders, "--out", str(out / "comparison")])
     except KeyboardInterrupt:
         _say("stopped; the same command goes on from here")
         return 130
@@ -89,11 +85,24 @@ def _run_preset(preset: str, out: Path, options: argparse.Namespace) -> None:
         scenario += ["--phase-rollouts", str(options.phase_rollouts)]
         scenario += ["--heldout-every", str(options.heldout_every)]
         scenario += ["--heldout-answers", str(options.heldout_answers)]
-        subprocess.run(scenario, cwd=ROOT, check=True)
+        _call(scenario)
         (folder / "finished").touch()
     finally:
         _stop(server)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # over 2 GiB, and of no more use
+
+
+def _call(command: list[str]) -> None:
+    """Run a script to its end; interrupted, let it write what it has before we go on."""
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait(STOP_TIMEOUT_S)
+        raise
+    if code:
+        raise subprocess.CalledProcessError(code, command)
 
 
 def _wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
