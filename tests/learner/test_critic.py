@@ -139,6 +139,14 @@ def test_a_layer_without_attention_is_an_error():
         mlp_parameter_names(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])}))
 
 
+def test_weights_of_an_unknown_kind_are_an_error():
+    linear = torch.nn.Linear
+    layer = {"mlp": linear(2, 2), "self_attn": linear(2, 2), "adapter": linear(2, 2)}
+    layers = torch.nn.ModuleList([torch.nn.ModuleDict(layer)])
+    with pytest.raises(ModelError, match=r"cannot tell what layers\.0\.adapter\.weight does"):
+        mlp_parameter_names(torch.nn.ModuleDict({"layers": layers}))
+
+
 def test_a_model_without_layers_is_an_error():
     with pytest.raises(ModelError, match="no MLP or no attention"):
         mlp_parameter_names(torch.nn.Linear(2, 2))

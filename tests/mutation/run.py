@@ -182,4 +182,7 @@ def preload() -> None:
 
 if __name__ == "__main__":
     preload()
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # what was preloaded has much to say about an ordered end
