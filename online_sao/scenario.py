@@ -668,6 +668,9 @@ def _to_csv(rows: Sequence[Row], columns: Mapping[str, type]) -> str:
 def _cell(value: Any) -> Any:
     if value is None:
         return ""
+    if isinstance(value, str):
+        # csv quotes a line feed but not a lone carriage return, at which a reader splits.
+        return value.replace("\r\n", "\n").replace("\r", "\n")
     return f"{value:.6g}" if isinstance(value, float) else value
 
 

@@ -473,3 +473,9 @@ def test_folders_that_hold_no_results(two, tmp_path):
             read_results(tmp_path)
         (tmp_path / name).write_bytes(kept)
     assert read_results(tmp_path).rows[0]["reward"] == 1.0
+
+
+def test_an_answer_with_a_carriage_return_is_read_back(two, tmp_path):
+    answered = heldout_row(0, 0, "academic", "cute", answer="one\rtwo\r\n3, 4")
+    write_results(tmp_path, two, [row(1, 0, 1.0)], [answered], preset="sao", complete=False)
+    assert read_results(tmp_path).heldout[0]["answer"] == "one\ntwo\n3, 4"
