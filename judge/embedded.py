@@ -29,12 +29,13 @@ FOREIGN_SENTENCE = 0.7
 kept through the whole answer."""
 MIN_EXAMPLE_LEAD = 0.0
 """How much nearer to the good examples than to the others (styles without rules)."""
-MIN_TOPIC_SIMILARITY = 0.09
-"""Cosine between answer and request below which an answer that shares no word with the
-request is off the topic."""
-MAX_SALAD_PROBABILITY = 0.92
-MAX_PIECES_PER_WORD = 2.2
-"""Word pieces per word: English has about 1.2, invented words 3."""
+MIN_TOPIC_SIMILARITY = 0.11
+"""Cosine between answer and request (the mean of the request as it stands and of its content
+words) below which an answer that shares no word with the request is off the topic."""
+MAX_SALAD_PROBABILITY = 0.82
+MAX_PIECES_PER_WORD = 1.8
+"""Word pieces per word, emoji and signs among the pieces: the good answers of the labelled set
+have at most 1.65, invented or misspelt words 2 and more."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ class EmbeddedJudge:
                 return "Its words do not form sentences."
         if not shares:
             topic = self._second.embedder.topic
-            asked = topic(quality.content_words(request) or request)
-            if float(topic(text.text) @ asked) < MIN_TOPIC_SIMILARITY:
+            asked = topic(request) + topic(quality.content_words(request) or request)
+            if float(topic(text.text) @ asked) / 2 < MIN_TOPIC_SIMILARITY:
                 return "It is not about what was asked."
         return None
 

@@ -133,6 +133,11 @@ class Embedder:
                 self._kept.popitem(last=False)
         return reading
 
+    def forget(self) -> None:
+        """Drop the kept readings."""
+        with self._lock:
+            self._kept.clear()
+
     def topic(self, text: str) -> Array:
         """What `text` is about, as a unit vector: the remaining layers, on demand."""
         x = self.read(text).states[:, -WIDTH:]

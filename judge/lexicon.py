@@ -25,8 +25,8 @@ class Evidence:
     """The words and pattern notes found, strongest first."""
     failed_checks: list[str] = field(default_factory=list)
     num_words: int = 0
-    """Words of the text that are entries of at least STRONG weight, function words (thou,
-    upon) left out."""
+    """Words and phrases of the text that are entries of at least STRONG weight, function
+    words (thou, upon) left out."""
 
 
 class Lexicon:
@@ -56,7 +56,7 @@ class Lexicon:
         hits: dict[tuple[str, str], float] = {}
         for entry, name, weight in self._word_hits(text.words):
             if weight >= STRONG and entry not in FUNCTION_WORDS:
-                found[name].num_words += 1 + entry.count(" ")
+                found[name].num_words += 1
             hits[name, entry] = weight
         for name, pattern, weight, note in self._patterns:
             if pattern.search(text.text):

@@ -55,6 +55,10 @@ _BOILERPLATE = re.compile(
     | \bi(?:'m|\s+am)\s+(?:sorry|afraid|unable)\b[^.!?]{0,40}
       \b(?:can(?:not|'t)|unable|won't|assist|help)\b
     | \bi\s+(?:cannot|can't|won't)\s+(?:help|assist|answer|do\s+that|write|comply|fulfil)
+    | \b(?:could|can|would)\s+you\s+(?:please\s+)?(?:clarify|specify|rephrase|provide|elaborate)
+    | \bplease\s+(?:clarify|specify|rephrase|provide)\b
+    | \bwhat\s+would\s+you\s+like\s+me\s+to\b | \bhow\s+(?:can|may)\s+i\s+(?:help|assist)\b
+    | \bi\s+(?:don't|do\s+not)\s+know\s+(?:anything|what\s+to\s+(?:say|write))
     | \blorem\s+ipsum\b | \[(?:insert|your|name|topic|add|placeholder)[^\]]*\] | \{\{?\s*\w+\s*\}?\}
     | \b(?:todo|tbd|n/a)\b | <!--
     | [-=_*]{4,} | \b(?=\w*\d)(?=\w*[a-z])[\w+/=]{24,}

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -122,7 +123,7 @@ def read_weights(path: Path) -> tuple[Classifier, str]:
                 ),
                 str(stored["fingerprint"]),
             )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
         raise JudgeError(f"The weights {path} cannot be read: {error}.") from None
 
 

@@ -10,7 +10,7 @@ import pytest
 from judge import Judge, JudgeError, Unscored, Verdict, load_preferences
 from judge.calibration import calibrate, read_records
 from judge.embedded import EmbeddedJudge
-from judge.embedding import model_folder
+from judge.embedding import model_folder, shared_embedder
 from judge.measures import Text
 from judge.preferences import parse_preferences
 
@@ -70,12 +70,16 @@ FAULTS = {
         "It strings",
     ),
     "shuffle": ("Hug a paws the it's tea your gives snuggly, of in to sip the bunny.", "Its words"),
-    "echo": ("Write about tea. Write about tea, please, and about the tea.", "It "),
     "capitals": (CUTE_TEA.upper(), "capitals"),
     "refusal": ("I'm sorry, but I cannot help you with a text about tea today.", "refusal"),
+    "question back": ("Which tea do you mean, and could you please clarify the length?", "refusal"),
+    "misspelt": (
+        "teh cpu of tae is wram adn its vrey nise to dirnk on teh colld dya.",
+        "English|do not form",
+    ),
     "template": ("Tea from [insert shop] is the best tea that [name] has had today.", "refusal"),
     "off topic": (
-        "The parliament debated pension reform until midnight and voted on the tax amendment.",
+        "Sharks have rows of teeth that are replaced throughout their lives.",
         "not about",
     ),
     "foreign": ("Чай согревает руки и сердце, и вечер становится тише, мой друг.", "Latin"),
@@ -105,6 +109,13 @@ def test_poor_answers_say_why(fault):
     opinion = mark(answer)
     assert opinion.quality == 0
     assert any(word in opinion.quality_reason for word in reason.split("|"))
+
+
+def test_copying_the_request_is_no_answer():
+    request = "Describe how a cup of green tea feels in your hands on a cold winter morning."
+    assert mark(request, request=request).quality_reason == "It copies what was said before."
+    answer = "A cup of green tea feels like a small sun in your hands. The cold can wait outside."
+    assert mark(answer, request=request).quality == 1
 
 
 def test_good_answers_are_good():
@@ -158,14 +169,14 @@ def test_the_previous_turns_must_not_be_copied():
 
 
 async def test_the_same_answer_always_gets_the_same_marks():
-    records = read_records(DATA / "tuning.jsonl")[::9]
-    judges = [Judge("offline/archetypes"), Judge("offline/archetypes")]
+    records = read_records(DATA / "tuning.jsonl")[::20]
     runs = []
-    for judge in judges:
-        for order in (records, records[::-1]):
-            outcomes = {r.id: await judge.score(r.messages, r.answer, "cute", POOL) for r in order}
-            runs.append({k: (v.quality, v.style, v.rationale) for k, v in outcomes.items()})
-    assert all(run == runs[0] for run in runs)
+    for order in (records, records[::-1]):
+        shared_embedder().forget()
+        judge = Judge("offline/archetypes")
+        outcomes = {r.id: await judge.score(r.messages, r.answer, "cute", POOL) for r in order}
+        runs.append({k: (v.quality, v.style, v.rationale) for k, v in outcomes.items()})
+    assert runs[0] == runs[1]
 
 
 async def test_without_the_embedding_package_rules_mark_alone(monkeypatch):
@@ -307,7 +318,7 @@ def test_flips_are_as_frequent_as_asked_and_reproducible():
 def test_measures():
     text = Text("I said: don't! Is it far?\n- one\n* two\n1. three\nWe'll see 🐰")
     expected = {
-        "words": 12,
+        "words": 11,
         "sentences": 6,
         "bullet_lines": 3,
         "exclamation_marks": 1,
