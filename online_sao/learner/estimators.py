@@ -39,6 +39,10 @@ Logprobs = Callable[[Rollout], np.ndarray]
 
 
 class Estimator(Protocol):
+    @property
+    def first_visits(self) -> int:
+        """Trajectories of the last batch that had nothing to be compared with: advantage 0."""
+
     def advantages(self, batch: Batch, values: Tensor | None) -> Tensor:
         """[B, T] from V [B, T] (None without a critic) and what was observed so far."""
 
@@ -71,6 +75,8 @@ def make_estimator(config: LearnerConfig, current_logprobs: Logprobs) -> Estimat
 
 class _CriticEstimator:
     """Skip-observation GAE, token- or step-level. The critic itself does the remembering."""
+
+    first_visits = 0
 
     def __init__(self, config: LearnerConfig) -> None:
         self._config = config
@@ -115,6 +121,7 @@ class _RunningMeanEstimator:
         returns = batch.returns()
         baseline = self._mean.baseline()
         # Before any reward there is nothing to compare with: no push either way.
+        self.first_visits = len(returns) if baseline is None else 0
         gaps = torch.zeros_like(returns) if baseline is None else returns - baseline
         return broadcast_advantages(gaps, batch.action_mask)
 
@@ -132,7 +139,8 @@ class _PerPromptEstimator:
         self.load_state_dict = self._means.load_state_dict
 
     def advantages(self, batch: Batch, values: Tensor | None) -> Tensor:
-        return _against_prompts(batch, self._means.baseline)
+        gaps, self.first_visits = _against_prompts(batch, self._means.baseline)
+        return gaps
 
     def observe(self, batch: Batch) -> None:
         for trajectory, value in zip(batch.trajectories, batch.returns().tolist(), strict=True):
@@ -156,7 +164,8 @@ class _SPOEstimator:
     def advantages(self, batch: Batch, values: Tensor | None) -> Tensor:
         if bool(((batch.returns() < 0) | (batch.returns() > 1)).any()):
             raise LearnerError("SPO needs returns in [0, 1]: learn from single turns with it.")
-        return _against_prompts(batch, self._tracker.baseline)
+        gaps, self.first_visits = _against_prompts(batch, self._tracker.baseline)
+        return gaps
 
     def observe(self, batch: Batch) -> None:
         for trajectory, value in zip(batch.trajectories, batch.returns().tolist(), strict=True):
@@ -186,6 +195,8 @@ class _SPOEstimator:
 
 class _GroupEstimator:
     """GRPO: rewards normalised within the answers to one prompt of the same update."""
+
+    first_visits = 0
 
     def advantages(self, batch: Batch, values: Tensor | None) -> Tensor:
         returns = batch.returns()
@@ -219,6 +230,10 @@ class _Normalized:
         # Those of the update under way; they count once it is not refused.
         self._given: list[float] = []
 
+    @property
+    def first_visits(self) -> int:
+        return self._inner.first_visits
+
     def advantages(self, batch: Batch, values: Tensor | None) -> Tensor:
         raw = self._inner.advantages(batch, values)
         rows = zip(raw, batch.action_mask, strict=True)
@@ -239,13 +254,15 @@ class _Normalized:
         self._scale.load_state_dict(state["scale"])
 
 
-def _against_prompts(batch: Batch, baseline: Callable[[str], float | None]) -> Tensor:
-    """Returns minus each prompt's baseline, 0 where there is none yet."""
+def _against_prompts(batch: Batch, baseline: Callable[[str], float | None]) -> tuple[Tensor, int]:
+    """Returns minus each prompt's baseline, 0 where there is none yet; and how many have none."""
+    known = [baseline(prompt_key(trajectory[0])) for trajectory in batch.trajectories]
     gaps = [
-        0.0 if (known := baseline(prompt_key(trajectory[0]))) is None else value - known
-        for trajectory, value in zip(batch.trajectories, batch.returns().tolist(), strict=True)
+        0.0 if expected is None else value - expected
+        for expected, value in zip(known, batch.returns().tolist(), strict=True)
     ]
-    return broadcast_advantages(torch.tensor(gaps, device=batch.rewards.device), batch.action_mask)
+    advantages = torch.tensor(gaps, device=batch.rewards.device)
+    return broadcast_advantages(advantages, batch.action_mask), known.count(None)
 
 
 def _rollout_json(rollout: Rollout) -> dict[str, Any]:

@@ -158,6 +158,7 @@ class Learner:
                     "critic/lr": critic_lr,
                     "advantage/mean": advantages[batch.action_mask].mean(),
                     "advantage/abs_mean": advantages[batch.action_mask].abs().mean(),
+                    "advantage/first_visits": float(self.estimator.first_visits),
                     "rollout/reward": batch.returns().mean(),
                     "rollout/num_action_tokens": batch.num_actions / len(trajectories),
                     "rollout/policy_lag_max": float(policy_lag),

@@ -95,8 +95,8 @@ class TestCritic:
 class TestRunningMean:
     def test_the_baseline_is_the_mean_of_the_rewards_before(self):
         made = estimator("running_mean")
-        assert learn(made, 1.0) == 0.0  # nothing to compare with
-        assert learn(made, 0.0) == -1.0
+        assert (learn(made, 1.0), made.first_visits) == (0.0, 1)  # nothing to compare with
+        assert (learn(made, 0.0), made.first_visits) == (-1.0, 0)
         assert learn(made, 1.0, prompt=OTHER) == 0.5  # of all prompts
         assert advantage(made, 0.0) == pytest.approx(-2 / 3)
 
@@ -118,9 +118,9 @@ class TestRunningMean:
 class TestPerPrompt:
     def test_the_baseline_is_the_prompts_own(self):
         made = estimator("running_mean_per_prompt")
-        assert learn(made, 1.0) == 0.0  # first visit
-        assert learn(made, 0.0, prompt=OTHER) == 0.0  # first visit
-        assert learn(made, 0.5) == -0.5
+        assert (learn(made, 1.0), made.first_visits) == (0.0, 1)
+        assert (learn(made, 0.0, prompt=OTHER), made.first_visits) == (0.0, 1)
+        assert (learn(made, 0.5), made.first_visits) == (-0.5, 0)
         assert advantage(made, 1.0) == 0.25
         assert advantage(made, 1.0, prompt=OTHER) == 1.0
 
@@ -141,9 +141,9 @@ class TestPerPrompt:
 class TestSPO:
     def test_first_visits(self):
         made = estimator("spo", lambda rollout: rollout.behavior_logprobs)
-        assert learn(made, 1.0) == 0.0
-        assert learn(made, 0.0) == -1.0
-        assert learn(made, 0.0, prompt=OTHER) == 0.0
+        assert (learn(made, 1.0), made.first_visits) == (0.0, 1)
+        assert (learn(made, 0.0), made.first_visits) == (-1.0, 0)
+        assert (learn(made, 0.0, prompt=OTHER), made.first_visits) == (0.0, 1)
 
     @pytest.mark.parametrize(
         ("shift", "rho"),

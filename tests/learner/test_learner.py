@@ -206,6 +206,16 @@ class TestOneUpdate:
         wanted = -0.5 * rollout.behavior_logprobs[0] / 5
         assert result.metrics["policy/loss"] == pytest.approx(wanted, rel=1e-4)
 
+    @pytest.mark.parametrize("preset", ["spo", "running_mean_per_prompt"])
+    def test_first_visits_are_counted(self, tiny_model, preset):
+        learner = make_learner(tiny_model, preset)
+        other = make_rollout("b", prompt=[5, 6], reward=0.0)
+        counts = [
+            learner.update([[rollout] for rollout in rollouts]).metrics["advantage/first_visits"]
+            for rollouts in ([make_rollout()], [make_rollout(), other], [other])
+        ]
+        assert counts == [1, 1, 0]
+
     def test_the_critic_warms_up(self, tiny_model):
         learner = make_learner(tiny_model, critic_warmup_updates=4, critic_updates=1)
         for step in range(6):

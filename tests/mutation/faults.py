@@ -427,8 +427,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "first visit: the whole reward as advantage",
-            "0.0 if (known := baseline(prompt_key(trajectory[0]))) is None",
-            "value if (known := baseline(prompt_key(trajectory[0]))) is None",
+            "0.0 if expected is None else value - expected",
+            "value if expected is None else value - expected",
         ),
         (
             "step level: the two poolings exchanged",

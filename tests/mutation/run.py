@@ -46,7 +46,7 @@ PRELOADED = (
     "pydantic",
     "filelock",
 )
-TEST_TIMEOUT_S = 60
+TEST_TIMEOUT_S = 300
 RUN_TIMEOUT_S = 180
 
 
