@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 MARGIN = 1.0
 """Evidence by which the strongest style must lead the next (rules alone)."""
 MIN_PROBABILITY = 0.45
-MIN_PROBABILITY_LEAD = 0.15
+MIN_PROBABILITY_LEAD = 0.1
 """What the classifier's strongest class needs, or the style is none."""
-FOREIGN_SENTENCE = 0.7
+FOREIGN_SENTENCE = 0.75
 """A sentence that is this surely in another style of the set means that the style is not
 kept through the whole answer."""
 MIN_EXAMPLE_LEAD = 0.0
@@ -33,9 +33,9 @@ MIN_TOPIC_SIMILARITY = 0.11
 """Cosine between answer and request (the mean of the request as it stands and of its content
 words) below which an answer that shares no word with the request is off the topic."""
 MAX_SALAD_PROBABILITY = 0.82
-MAX_PIECES_PER_WORD = 1.8
-"""Word pieces per word, emoji and signs among the pieces: the good answers of the labelled set
-have at most 1.65, invented or misspelt words 2 and more."""
+MAX_PIECES_PER_WORD = 1.7
+"""Pieces that the model's tokeniser cuts words into, per word: invented and misspelt words
+come apart."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ class EmbeddedJudge:
         shares = quality.shares_topic_word(text, request)
         if reading is None or self._second is None:
             return None if shares else "It shares no word with the request."
-        if reading.num_pieces > MAX_PIECES_PER_WORD * len(text.words):
+        pieces = sum(text.text[start:end].isalpha() for start, end in reading.offsets)
+        if pieces > MAX_PIECES_PER_WORD * len(text.words):
             return "Its words are not English."
         if self._second.prose is not None:
             odds = self._second.prose.probabilities(reading.style())

@@ -58,11 +58,6 @@ class Reading:
     offsets: tuple[tuple[int, int], ...]
     """Where each token stands in the text; (0, 0) for the model's own marks."""
 
-    @property
-    def num_pieces(self) -> int:
-        """Tokens that are words or parts of words."""
-        return sum(end > start for start, end in self.offsets)
-
     def style(self, start: int = 0, end: int | None = None) -> Array:
         """How text[start:end] is written, (STYLE_WIDTH,): each layer's mean as a unit vector."""
         rows = self.states

@@ -74,7 +74,7 @@ FAULTS = {
     "refusal": ("I'm sorry, but I cannot help you with a text about tea today.", "refusal"),
     "question back": ("Which tea do you mean, and could you please clarify the length?", "refusal"),
     "misspelt": (
-        "teh cpu of tae is wram adn its vrey nise to dirnk on teh colld dya.",
+        "teh rian fals on teh windwo adn its vrey nise to wach teh dorps go down teh galss.",
         "English|do not form",
     ),
     "template": ("Tea from [insert shop] is the best tea that [name] has had today.", "refusal"),
