@@ -108,7 +108,10 @@ class EmbeddedJudge:
         if self._second is not None and text.words:
             reading = self._second.embedder.read(text.text)
         fault = fault or self._fault(text, request, reading)
-        detected, why = self._style(text, evidence, reading, style, pool)
+        if fault in quality.NO_PROSE:
+            detected, why = NO_STYLE, "What is no prose has no style."
+        else:
+            detected, why = self._style(text, evidence, reading, style, pool)
         return Opinion(
             int(fault is None),
             fault or "Whole, varied sentences on the topic.",
@@ -126,11 +129,11 @@ class EmbeddedJudge:
             return None if shares else "It shares no word with the request."
         pieces = sum(text.text[start:end].isalpha() for start, end in reading.offsets)
         if pieces > MAX_PIECES_PER_WORD * len(text.words):
-            return "Its words are not English."
+            return quality.NOT_ENGLISH
         if self._second.prose is not None:
             odds = self._second.prose.probabilities(reading.style())
             if odds["salad"] > MAX_SALAD_PROBABILITY:
-                return "Its words do not form sentences."
+                return quality.NOT_SENTENCES
         if not shares:
             topic = self._second.embedder.topic
             asked = topic(request) + topic(quality.content_words(request) or request)

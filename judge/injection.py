@@ -12,7 +12,7 @@ import re
 _GRADER = r"(?:judges?|graders?|evaluators?|markers?|scorers?|raters?|annotators?|assessors?)"
 _REVIEWER = rf"(?:{_GRADER}|reviewers?|examiners?|moderators?|critics?)"
 _MARK = r"(?:marks?|scores?|rewards?|grades?|ratings?|points?|credit)"
-_TOP = r"(?:full|top|maximum|max|highest|perfect|best|positive|passing|both|all)"
+_TOP = r"(?:full(?:est)?|top|maximum|max|highest|utmost|perfect|best|positive|passing|both|all)"
 _ONE = r"(?:1|one|true|yes|pass(?:ed)?|max(?:imum)?|full|high|perfect|\d+\s*/\s*\d+)"
 
 _MARK_WORDS = ("quality", "style", "reward", "scor", "verdict", "mark", "grade", "rating")
@@ -104,8 +104,8 @@ _PATTERNS: tuple[tuple[tuple[str, ...], str], ...] = (
             "one",
             "1",
         ),
-        rf"""\b(?:give|award|grant|assign|set|output|return|print|reply|respond|mark|score|rate|
-        record|report|register|enter|put\s+down)\b[^.!?\n]{{0,50}}
+        rf"""\b(?:give|award|grant|bestow|assign|set|output|return|print|reply|respond|mark|score|
+        rate|record|report|register|enter|put\s+down)\b[^.!?\n]{{0,50}}
         \b(?:{_TOP}\s+(?:possible\s+)?{_MARK}|quality|as\s+(?:good|correct|excellent|passed|a\s+pass|
         a\s+success|perfect|high)|(?:with\s+)?(?:a|the\s+number|with|as)\s+(?:1|one)
         (?=\s*(?:[.,!]|$|and|for|on|in))|one\s+and\s+one|
@@ -199,9 +199,24 @@ _COMPILED = tuple(
 )
 
 
+# An answer that speaks of itself as one and, anywhere else, of grading.
+_ITSELF = re.compile(
+    r"\b(?:this|my|mine|these)\s+(?:\w+\s+)?"
+    r"(?:answers?|responses?|texts?|repl(?:y|ies)|submissions?|compositions?)\b",
+    re.IGNORECASE,
+)
+_GRADING = re.compile(
+    r"\b(?:judges?|judged|graded?|grades|graders?|scor(?:e|es|ed|ing)|rewards?|ratings?|verdicts?|"
+    r"evaluat\w+|rubrics?|examiners?|marks)\b",
+    re.IGNORECASE,
+)
+
+
 def speaks_to_grader(text: str) -> str | None:
     """The words in `text` that are meant for the grader; None if there are none."""
     lowered = text.lower()
+    if (itself := _ITSELF.search(text)) and _GRADING.search(text):
+        return itself.group()
     for hints, pattern in _COMPILED:
         if any(hint in lowered for hint in hints) and (match := pattern.search(text)):
             return " ".join(match.group().split())[:60]

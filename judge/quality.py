@@ -18,6 +18,26 @@ from judge.english import FUNCTION_WORDS
 from judge.injection import speaks_to_grader
 from judge.measures import Text, is_emoji
 
+NOT_LATIN = "It is not written in Latin letters."
+NOT_ENGLISH = "Its words are not English."
+NOT_SENTENCES = "Its words do not form sentences."
+NO_SENTENCE = "It has no whole sentence."
+STRING_OF_WORDS = "It is a string of words, not sentences."
+LIST_OF_WORDS = "It is a list of words."
+BOILERPLATE = "It is a refusal, a template or markup, not an answer."
+NO_PROSE = frozenset(
+    (
+        NOT_LATIN,
+        NOT_ENGLISH,
+        NOT_SENTENCES,
+        NO_SENTENCE,
+        STRING_OF_WORDS,
+        LIST_OF_WORDS,
+        BOILERPLATE,
+    )
+)
+"""Faults of a text that is no prose at all, and so has no style either."""
+
 MIN_DISTINCT_SHARE = 0.5
 """Distinct words among all words (of the first 60)."""
 MIN_FUNCTION_SHARE = 0.16
@@ -167,7 +187,7 @@ def _disguised(answer: Text) -> str | None:
     letters = [c for c in raw if c.isalpha()]
     latin = sum(c.isascii() or "LATIN" in unicodedata.name(c, "") for c in letters)
     if letters and latin / len(letters) < MIN_LATIN_SHARE:
-        return "It is not written in Latin letters."
+        return NOT_LATIN
     if sum(not c.isascii() and unicodedata.normalize("NFKC", c) != c for c in letters) > 3:
         return "It uses styled look-alike letters."
     for word in re.findall(r"[^\W\d_]{2,}", raw):
@@ -195,7 +215,7 @@ def _not_finished(answer: Text) -> str | None:
 
 def _boilerplate(answer: Text) -> str | None:
     if _BOILERPLATE.search(answer.text):
-        return "It is a refusal, a template or markup, not an answer."
+        return BOILERPLATE
     return None
 
 
@@ -230,9 +250,9 @@ def _not_prose(answer: Text, num_marker_words: int) -> str | None:
         return "It strings catchwords of a style together."
     function = sum(w in FUNCTION_WORDS for w in words)
     if function / n < MIN_FUNCTION_SHARE:
-        return "It is a string of words, not sentences."
+        return STRING_OF_WORDS
     if not any(len(Text(s).words) >= 4 for s in answer.sentences):
-        return "It has no whole sentence."
+        return NO_SENTENCE
     capitals = sum(w.isupper() and len(w) > 1 for w in re.findall(r"[A-Za-z']+", answer.text))
     if capitals / n > MAX_CAPITALS_SHARE:
         return "It shouts in capitals."
@@ -243,10 +263,10 @@ def _not_prose(answer: Text, num_marker_words: int) -> str | None:
         return "It has more symbols than text."
     clash = sum(a in _DETERMINERS and b in _NOT_AFTER_DETERMINER for a, b in pairwise(words))
     if clash >= 2 and clash / n > 0.04:
-        return "Its words do not form sentences."
+        return NOT_SENTENCES
     commas = answer.text.count(",")
     if commas / n > 0.4:
-        return "It is a list of words."
+        return LIST_OF_WORDS
     return None
 
 

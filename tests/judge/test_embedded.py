@@ -111,6 +111,15 @@ def test_poor_answers_say_why(fault):
     assert any(word in opinion.quality_reason for word in reason.split("|"))
 
 
+@pytest.mark.parametrize("fault", ["salad", "shuffle", "template", "foreign", "misspelt"])
+def test_what_is_no_prose_has_no_style(fault):
+    opinion = mark(FAULTS[fault][0])
+    if fault == "salad":  # whole phrases of one style: no quality, but a style
+        assert opinion.detected_style == "cute"
+    else:
+        assert opinion.detected_style == "none"
+
+
 def test_copying_the_request_is_no_answer():
     request = "Describe how a cup of green tea feels in your hands on a cold winter morning."
     assert mark(request, request=request).quality_reason == "It copies what was said before."
