@@ -130,7 +130,7 @@ class EmbeddedJudge:
         pieces = sum(text.text[start:end].isalpha() for start, end in reading.offsets)
         if pieces > MAX_PIECES_PER_WORD * len(text.words):
             return quality.NOT_ENGLISH
-        if self._second.prose is not None:
+        if self._second.prose is not None and self.preferences.prose:
             odds = self._second.prose.probabilities(reading.style())
             if odds["salad"] > MAX_SALAD_PROBABILITY:
                 return quality.NOT_SENTENCES

@@ -104,6 +104,9 @@ class PreferenceSet:
     min_words: int = 10
     max_words: int = 160
     """Bounds of an answer's length, for the embedded judge's quality mark."""
+    prose: bool = True
+    """False: answers in these styles need not be prose (telegrams, code, tables), so the
+    embedded judge does not ask for it."""
     weights: Path | None = field(default=None, compare=False)
     """Weights fitted to this set for the embedded judge (`python -m judge fit`), if any."""
 
@@ -171,7 +174,16 @@ def parse_preferences(
         raise JudgeError(f"{where} is not valid TOML: {error}.") from None
     _known_keys(
         data,
-        {"name", "description", "exclusive", "earns_quality", "min_words", "max_words", "styles"},
+        {
+            "name",
+            "description",
+            "exclusive",
+            "prose",
+            "earns_quality",
+            "min_words",
+            "max_words",
+            "styles",
+        },
         where,
     )
     styles_data = data.get("styles")
@@ -188,14 +200,12 @@ def parse_preferences(
     high = _number(data, "max_words", where, 160)
     if not 0 <= low < high:
         raise JudgeError(f"{where}: min_words must be below max_words, not {low:g} and {high:g}.")
-    exclusive = data.get("exclusive", True)
-    if not isinstance(exclusive, bool):
-        raise JudgeError(f"{where}: exclusive must be true or false.")
     return PreferenceSet(
         name=_text(data, "name", where, default=default_name),
         description=_text(data, "description", where, default=""),
         styles=styles,
-        exclusive=exclusive,
+        exclusive=_flag(data, "exclusive", where),
+        prose=_flag(data, "prose", where),
         min_words=int(low),
         max_words=int(high),
     )
@@ -297,6 +307,13 @@ def _tables(entry: Mapping[str, Any], key: str, where: str) -> list[dict[str, An
     value = entry.get(key, [])
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise JudgeError(f"{where}: '{key}' must be a list of tables.")
+    return value
+
+
+def _flag(entry: Mapping[str, Any], key: str, where: str) -> bool:
+    value = entry.get(key, True)
+    if not isinstance(value, bool):
+        raise JudgeError(f"{where}: '{key}' must be true or false.")
     return value
 
 

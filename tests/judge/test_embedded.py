@@ -111,13 +111,9 @@ def test_poor_answers_say_why(fault):
     assert any(word in opinion.quality_reason for word in reason.split("|"))
 
 
-@pytest.mark.parametrize("fault", ["salad", "shuffle", "template", "foreign", "misspelt"])
+@pytest.mark.parametrize("fault", ["template", "foreign", "misspelt"])
 def test_what_is_no_prose_has_no_style(fault):
-    opinion = mark(FAULTS[fault][0])
-    if fault == "salad":  # whole phrases of one style: no quality, but a style
-        assert opinion.detected_style == "cute"
-    else:
-        assert opinion.detected_style == "none"
+    assert mark(FAULTS[fault][0]).detected_style == "none"
 
 
 def test_copying_the_request_is_no_answer():
@@ -225,6 +221,7 @@ def test_cut_or_foreign_weights_are_refused(tmp_path):
 
 
 PIRATE = """
+prose = false
 [styles.pirate]
 description = "Talks like a pirate."
 good = [
@@ -259,6 +256,7 @@ def test_a_style_known_by_examples_alone():
     plain = "I bought a model of a ship for my brother and we built it at the kitchen table."
     assert judge.mark(asked, pirate, "pirate", pool).detected_style == "pirate"
     assert judge.mark(asked, robot, "pirate", pool).detected_style == "robot"
+    assert judge.mark(asked, robot, "robot", pool).quality == 1
     assert judge.mark(asked, plain, "pirate", pool).detected_style == "none"
 
 

@@ -70,7 +70,7 @@ FAULTY = {
         "must be a number",
     ),
     "table": ("styles.a = 3", "must be a table"),
-    "flag": ("exclusive='no'\n[styles.a]\ndescription='x'", "exclusive must be true or false"),
+    "flag": ("exclusive='no'\n[styles.a]\ndescription='x'", "'exclusive' must be true or false"),
 }
 
 
