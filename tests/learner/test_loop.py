@@ -31,7 +31,6 @@ from online_sao.store import RolloutStore
 from online_sao.types import RolloutState as S
 
 WAIT_S = 60  # far longer than anything here takes, even on a busy machine
-AT_ONCE_S = 2.0  # far shorter than the update that is held
 
 
 class Crash(BaseException):
@@ -395,7 +394,7 @@ class TestControl:
         bench.add("a", "b")
         with running(loop):
             assert held.begun.wait(WAIT_S)
-            started = time.monotonic()
+            # Each call returns although the update is held: none of them waits for it.
             assert loop.status().busy
             loop.pause("for a test")
             status = loop.status()
@@ -405,7 +404,6 @@ class TestControl:
             loop.pause("again")
             future = loop.request_rollback(1)
             loop.wake()
-            assert time.monotonic() - started < AT_ONCE_S
             assert not future.done()
             assert bench.states() == {"a": S.CLAIMED, "b": S.REWARDED}
             held.go.set()

@@ -35,6 +35,11 @@ def _update(tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
     return [Fault(name, file, old, new, (test,)) for name, old, new in faults]
 
 
+def _checkpoint(tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
+    file, test = "online_sao/learner/checkpoint.py", f"tests/learner/test_checkpoint.py::{tests}"
+    return [Fault(name, file, old, new, (test,)) for name, old, new in faults]
+
+
 def _loop(tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
     file, test = "online_sao/learner/loop.py", f"tests/learner/test_loop.py::{tests}"
     return [Fault(name, file, old, new, (test,)) for name, old, new in faults]
@@ -526,14 +531,17 @@ FAULTS: list[Fault] = [
             "            pass",
         ),
     ),
-    *_learner(
-        "checkpoint",
+    *_checkpoint(
+        "TestDamage",
         ("checksums not looked at", 'if checksum != entry["checksum"]:', "if False:"),
         (
             "the state's checksum not looked at",
             'if state.pop("checksum", None) != _state_checksum(state):',
             'if state.pop("checksum", None) is None:',
         ),
+    ),
+    *_checkpoint(
+        "TestRoundTrip",
         (
             "moments not loaded",
             '        parameters.load_optimizer_tensors(tensors[f"{part}_optimizer.safetensors"])\n',
@@ -544,12 +552,18 @@ FAULTS: list[Fault] = [
             'torch.set_rng_state(torch.tensor(state["torch_rng"], dtype=torch.uint8))',
             "pass",
         ),
+    ),
+    *_checkpoint(
+        "TestNoSpace",
         (
             "a half-written checkpoint left behind",
             "    except (OSError, SafetensorError) as error:\n"
             "        shutil.rmtree(partial, ignore_errors=True)\n",
             "    except (OSError, SafetensorError) as error:\n",
         ),
+    ),
+    *_checkpoint(
+        "TestFolder",
         ("pinned checkpoints removed", "if version not in pinned:", "if True:"),
     ),
     *_loop(
