@@ -26,6 +26,7 @@ import torch
 
 from online_sao.config import Config
 from online_sao.engine.offline_engine import OfflineEngine
+from online_sao.engine.weight_file import process_folder
 from online_sao.errors import CheckpointError, ScenarioError
 from online_sao.judging import make_judge, to_stored
 from online_sao.learner.checkpoint import (
@@ -76,7 +77,7 @@ class OfflineRunner:
         self._run = make_run(config, model_hash(model))
         self._judge = make_judge(config)
         self._judge.check()
-        self._weights_dir = Path("/dev/shm") / f"online_sao-offline-{os.getpid()}"
+        self._weights_dir = process_folder()
         # The engine first: it measures how much memory is free for its cache.
         self._engine = OfflineEngine(config, model, self._weights_dir)
         self._learner = Learner(config.learner, model)

@@ -128,6 +128,8 @@ def test_another_run_in_the_folder_is_refused(tiny_model, scenario, tmp_path):
 @pytest.mark.model
 def test_the_embedded_model_learns_from_its_answers(scenario, tmp_path):
     """The real model, bfloat16, as users run it."""
+    # Room for whole answers: one that is cut earns no quality.
+    scenario.write_text(scenario.read_text().replace("max_tokens = 12", "max_tokens = 56"))
     done = command(tmp_path / "out", scenario, "--phase-rollouts", "4", "--heldout-every", "0")
     subprocess.run([*done, "--set", "learner.value_pretraining_rollouts=4"], check=True)
     results = read_results(tmp_path / "out" / "sao-seed0")

@@ -7,9 +7,11 @@ costs several times the copy itself.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Mapping
@@ -28,6 +30,21 @@ SHARED_MEMORY = Path("/dev/shm")
 FILES_KEPT = 2  # the one that is served and the one that is being loaded
 _MAX_HEADER_BYTES = 100_000_000
 _BLOCK_WORDS = 1 << 17  # 1 MiB
+_PROCESS_PREFIX = "online_sao-process-"
+
+
+def endpoint_folder(run_dir: Path) -> Path:
+    """Where the weights of the endpoint of `run_dir` pass through; it is its own to remove."""
+    return SHARED_MEMORY / f"online_sao-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:10]}"
+
+
+def process_folder() -> Path:
+    """A folder for the weights of this process; those of killed processes are removed."""
+    for folder in SHARED_MEMORY.glob(f"{_PROCESS_PREFIX}*"):
+        owner = folder.name.removeprefix(_PROCESS_PREFIX)
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # another user's stays
+    return SHARED_MEMORY / f"{_PROCESS_PREFIX}{os.getpid()}"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import ipaddress
 import logging
 import os
@@ -13,11 +12,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from online_sao.config import Config
-from online_sao.engine.weight_file import SHARED_MEMORY
+from online_sao.engine.weight_file import endpoint_folder
 from online_sao.errors import ConfigError, OnlineSAOError
 from online_sao.prepare import model_hash, resolve_model
 from online_sao.service import cleanup, names
@@ -55,7 +53,7 @@ class Endpoint:
         self._report = report
         self._lock: Any = None
         self._ray_started = False
-        self._weights_dir = SHARED_MEMORY / f"online_sao-{_short_hash(config.run_dir)}"
+        self._weights_dir = endpoint_folder(config.run_dir)
 
     @property
     def url(self) -> str:
@@ -316,10 +314,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _short_hash(path: Path) -> str:
-    return hashlib.sha256(str(path).encode()).hexdigest()[:10]
 
 
 def _last_line(text: str) -> str:

@@ -1,11 +1,20 @@
 """A weight file is taken only if it is exactly what its writer wrote."""
 
 import dataclasses
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from online_sao.engine.weight_file import FILES_KEPT, write_weight_file
+from online_sao.engine.weight_file import (
+    FILES_KEPT,
+    SHARED_MEMORY,
+    process_folder,
+    write_weight_file,
+)
 from online_sao.errors import WeightUpdateError
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -102,3 +111,19 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error():
 
     with pytest.raises(WeightUpdateError, match="cannot be written"):
         write_weight_file(Path("/proc/no"), 1, TENSORS)
+
+
+def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_live_one_is_not():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = SHARED_MEMORY / f"online_sao-process-{ended.pid}"
+    living = SHARED_MEMORY / f"online_sao-process-{os.getppid()}"
+    try:
+        for folder in (left, living):
+            folder.mkdir()
+        assert process_folder().name.endswith(str(os.getpid()))
+        assert not left.exists()
+        assert living.exists()
+    finally:
+        for folder in (left, living):
+            shutil.rmtree(folder, ignore_errors=True)

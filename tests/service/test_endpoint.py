@@ -8,7 +8,7 @@ import openai
 import psutil
 import pytest
 
-from online_sao.engine.weight_file import SHARED_MEMORY
+from online_sao.engine.weight_file import endpoint_folder
 from online_sao.service.cleanup import own_processes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -47,7 +47,8 @@ def test_ten_requests_are_ten_rollouts_judged_and_trained(endpoint, client):
         assert time.monotonic() < deadline, "the new weights are not served"
         time.sleep(0.2)
     # Case C1: nothing moved between sampling and learning but what learning itself moved.
-    first = rollouts[0]["metrics"]
+    # The judge marks several at once, so the first that was asked need not be the first trained.
+    first = min(rollouts, key=lambda rollout: rollout["trained_version"])["metrics"]
     assert first["rollout/policy_lag_max"] == 0
     assert first["policy/importance_ratio_mean"] == pytest.approx(1, abs=1e-3)
     assert first["policy/logprob_gap"] < 1e-3
@@ -268,7 +269,7 @@ def test_stop_leaves_nothing_and_a_restart_goes_on(endpoint):
     assert own_processes(endpoint.run_dir)
     assert endpoint.stop() == 130
     assert not own_processes(endpoint.run_dir)
-    assert not list(SHARED_MEMORY.glob("online_sao-*/*"))
+    assert not endpoint_folder(endpoint.run_dir).exists()
     assert not (endpoint.run_dir / "shared_memory.json").exists()
     checkpoints = list((endpoint.run_dir / "checkpoints").glob("v*"))
     newest = max(int(path.name.removeprefix("v")) for path in checkpoints)
