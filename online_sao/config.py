@@ -151,6 +151,9 @@ class LearnerConfig(_Section):
     """Rollouts more versions old than this become stale. Simulations may raise it."""
     publish_min_interval_s: float = Field(0.0, ge=0)
     """Shortest time between two publishes; updates in between are coalesced."""
+    publish_every: int = Field(1, ge=1)
+    """Updates per publish while further rewarded rollouts wait; 1: each. The last of those
+    that wait is always published at once."""
     max_claims: int = Field(3, ge=1)
     """A rollout claimed this often by learners that died is set aside as poison."""
     max_train_tokens: int = Field(1024, ge=1)

@@ -32,6 +32,7 @@ SIMULATION = (
     "learner.order=oldest",
     "learner.max_policy_lag=64",
     "learner.checkpoint_every=0",
+    "learner.publish_every=4",  # the four that were asked at once: nobody asks in between
 )
 
 

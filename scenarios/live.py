@@ -4,10 +4,11 @@
     python scenarios/live.py scenarios/preference_shift.toml
 
 For each phase it sets the preference, then lets a number of users ask, each request from a
-training topic. At most `max_in_flight` answers are generated or wait for their update at
-any time, so that the weights that answer are never many versions older than those that are
-trained. Between, and at the phases' borders, it pauses learning and asks about held-out
-topics with `X-Learning: off`: judged, never trained on.
+training topic. `concurrency` users ask at once, and the next ones when no more than
+`max_in_flight` answers would be generated or wait for their update, so that the weights that
+answer are never many versions older than those that are trained. Between, and at the phases'
+borders, it pauses learning and asks about held-out topics with `X-Learning: off`: judged,
+never trained on.
 
 Results go to a folder (see --out); a journal in it is written as things happen, so that a
 run that was stopped goes on with the same command. Ctrl-C leaves learning resumed and
@@ -49,7 +50,7 @@ FINISHED = frozenset({"trained", "unscored", "excluded", "stale", "discarded"})
 """States of a rollout from which it does not go on (docs/architecture.md)."""
 MARKED = frozenset({"scored", "unscored", "skipped"})
 """Judge states from which no verdict will come any more."""
-POLL_S = 0.2  # default of --poll: well below an update's time, well above a query's
+POLL_S = 0.4  # default of --poll: below an update's time; a look costs the endpoint 40 ms
 PAGE = 200  # rollouts per listing
 EVALUATION_USERS = 16  # learning is paused meanwhile, so all cores may generate
 STALL_S = 600.0  # nothing at all finished for this long: give up
@@ -280,12 +281,11 @@ class Run:
         self.heldout: list[dict[str, Any]] = []
         self._sent: set[tuple[int, int]] = set()  # (phase, position) of requests answered
         self._evaluated: set[tuple[int, int]] = set()  # (phase, rollouts of it before)
-        self._open: dict[str, tuple[Request, Callable[[], None]]] = {}  # not finished yet
+        self._open: dict[str, Request] = {}  # answered, and waiting for their update
         self._early: dict[str, dict[str, Any]] = {}  # finished before we knew they were ours
         self._asking = 0  # requests whose receipt has not come yet
         self._after: int | None = None  # all rollouts up to this number are settled
-        self._drained = asyncio.Event()
-        self._drained.set()
+        self._settled = asyncio.Event()  # one of the open was dealt with
         self._paused = False
         self._earlier_s = 0.0  # elapsed before this sitting
         self._began = time.monotonic()
@@ -421,8 +421,7 @@ class Run:
                 continue
             self._sent.add((phase, position))
             request = next(prompt_stream(self.scenario, phase, start=position))
-            self._open[rollout_id] = (request, lambda: None)
-            self._drained.clear()
+            self._open[rollout_id] = request
         self._note(f"Going on after {len(self.rows)} rollouts.")
 
     def _prepare_folder(self) -> None:
@@ -445,7 +444,7 @@ class Run:
         every = self.scenario.heldout.every
         pool: tuple[str, ...] = ()
         for number, phase in enumerate(self.scenario.phases):
-            await self._drained.wait()
+            await self._until_open(0)
             borders = [*range(every, phase.rollouts, every)] if every else []
             borders.append(phase.rollouts)
             done = sum(1 for place in self._sent if place[0] == number)
@@ -471,34 +470,38 @@ class Run:
             for request in itertools.islice(prompt_stream(self.scenario, number), until)
             if (number, request.position) not in self._sent
         )
-        places = asyncio.Semaphore(self.scenario.max_in_flight)
         # A preference that changes with every request allows one generation at a time: the
         # one in force when an answer is finished is the one it is judged by.
         users = 1 if phase.mixed else min(self.scenario.concurrency, self.scenario.max_in_flight)
 
-        async def ask() -> None:
-            for request in requests:
-                await places.acquire()
-                if phase.mixed:
-                    await self.endpoint.prefer(
-                        request.style, request.pool, f"request of {phase.name}"
-                    )
-                self._asking += 1
-                try:
-                    rollout_id, _ = await self.endpoint.chat(request, self.scenario, learn=True)
-                finally:
-                    self._asking -= 1
-                self._opened(rollout_id, request, places.release)
+        async def ask(request: Request) -> None:
+            self._asking += 1
+            try:
+                rollout_id, _ = await self.endpoint.chat(request, self.scenario, learn=True)
+            finally:
+                self._asking -= 1
+            self._opened(rollout_id, request)
 
-        await _together([ask() for _ in range(users)])
-        await self._drained.wait()
+        # All users at once, then the next wave: an engine answers four requests together in
+        # about the time of one.
+        while wave := list(itertools.islice(requests, users)):
+            await self._until_open(self.scenario.max_in_flight - len(wave))
+            if phase.mixed:
+                await self.endpoint.prefer(wave[0].style, wave[0].pool, f"request of {phase.name}")
+            await _together([ask(request) for request in wave])
+        await self._until_open(0)
 
-    def _opened(self, rollout_id: str, request: Request, release: Callable[[], None]) -> None:
+    async def _until_open(self, count: int) -> None:
+        """Returns when at most `count` answers wait for their update."""
+        while len(self._open) > count:
+            self._settled.clear()
+            await self._settled.wait()
+
+    def _opened(self, rollout_id: str, request: Request) -> None:
         self._moved = time.monotonic()
         self._sent.add((request.phase, request.position))
         self.journal.add("asked", id=rollout_id, phase=request.phase, position=request.position)
-        self._open[rollout_id] = (request, release)
-        self._drained.clear()
+        self._open[rollout_id] = request
         early = self._early.pop(rollout_id, None)
         if early is not None:
             self._settle(early)
@@ -539,15 +542,13 @@ class Run:
         return max(0, min(seqs) - 1 - self.scenario.concurrency)
 
     def _settle(self, record: dict[str, Any]) -> None:
-        request, release = self._open.pop(record["id"])
+        request = self._open.pop(record["id"])
         row = rollout_row(record, request, len(self.rows) + 1, self.elapsed_s)
         self.rows.append(row)
         self.journal.add("rollout", row=row, elapsed_s=self.elapsed_s)
         self._weight_version = row["trained_version"] or self._weight_version
         self._moved = time.monotonic()
-        release()
-        if not self._open:
-            self._drained.set()
+        self._settled.set()
         self._show(request.phase, row)
 
     async def _check_stall(self) -> None:

@@ -464,7 +464,12 @@ class LearnerLoop:
             self.pause(f"{self._failures} updates in a row failed; the last: {detail}")
 
     def _may_publish(self) -> bool:
-        return time.monotonic() >= self._next_publish
+        if time.monotonic() < self._next_publish:
+            return False
+        config, held_back = self._config.learner, self._version - self._published
+        if held_back >= config.publish_every or self._pause_reason is not None:
+            return True
+        return self._store.num_rewarded(self._run.id) < config.rollouts_per_update
 
     def _publish(self) -> None:
         dtype = getattr(torch, self._config.engine.dtype)

@@ -398,6 +398,14 @@ class RolloutStore:
 
         return self._write(work)
 
+    def num_rewarded(self, run_id: str) -> int:
+        """Rollouts of `run_id` that wait for `claim`."""
+        c = rollouts.c
+        query = sa.select(sa.func.count()).where(
+            c.state == S.REWARDED, c.purpose == Purpose.SERVE, c.run_id == run_id
+        )
+        return int(self._read(lambda conn: conn.execute(query).scalar_one()))
+
     def release(self, ids: Sequence[str], epoch: int) -> int:
         """Give back rollouts claimed under `epoch`, as if they had not been claimed."""
         c = rollouts.c

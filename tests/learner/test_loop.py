@@ -509,6 +509,43 @@ class TestPublishing:
             assert publisher.published == [1, 3]
         assert [v.version for v in bench.store.versions() if v.published_at] == [3, 1]
 
+    def test_several_updates_share_one_while_more_wait(self, bench):
+        """Who asks after all waiting rollouts were learned from is answered by the last."""
+        publisher = Publisher()
+        loop = bench.loop(publisher, publish_every=3)
+        loop.start()
+        bench.add("a", "b", "c", "d", "e")
+        with running(loop):
+            bench.drained()
+            until(lambda: loop.status().published_version == 5)
+            bench.add("f")
+            until(lambda: loop.status().published_version == 6)
+        assert publisher.published == [3, 5, 6]
+
+    def test_a_pause_does_not_hold_one_back(self, bench):
+        publisher = Publisher()
+        loop = bench.loop(publisher, publish_every=9)
+        loop.start()
+        held = Held(loop.learner)
+        bench.add("a", "b")
+        with running(loop):
+            held.begun.wait(WAIT_S)
+            loop.pause("held-out topics")
+            held.go.set()
+            until(lambda: loop.status().published_version == 1)
+            assert bench.states()["b"] == S.REWARDED
+        assert publisher.published == [1]
+
+    def test_rollouts_too_few_for_an_update_hold_none_back(self, bench):
+        publisher = Publisher()
+        loop = bench.loop(publisher, publish_every=9, rollouts_per_update=2)
+        loop.start()
+        bench.add("a", "b", "c")
+        with running(loop):
+            until(lambda: loop.status().published_version == 1)
+            assert bench.states()["c"] == S.REWARDED
+        assert publisher.published == [1]
+
     def test_in_the_engines_dtype(self, bench):
         publisher = Publisher()
         config = bench.config().model_copy(
