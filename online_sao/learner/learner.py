@@ -15,6 +15,7 @@ whitening and gradient clipping at a constant (both mean nothing for a single ro
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -63,8 +64,8 @@ class Learner:
     def __init__(self, config: LearnerConfig, model: str, device: str = "cpu") -> None:
         self.config = config
         self.device = torch.device(device)
-        if config.threads:
-            torch.set_num_threads(config.threads)
+        # Said even for the default: Ray tells its workers to use a single thread.
+        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         torch.manual_seed(config.seed)
         keep_freed_memory()
         self.policy = Policy(model, config, self.device)
