@@ -2,8 +2,8 @@
 
     python benchmarks/update.py                        # ours, the limit, the plain version
     python benchmarks/update.py --trl-python TRL/bin/python
-                                                       # and TRL from an environment of its own
-                                                       # (python -m venv TRL; TRL/bin/pip install trl)
+                                                       # and TRL, from its own environment
+                                                       # (venv TRL; pip install trl)
 
 Every contender is a process of its own that keeps its model loaded; they take turns, one
 update each a round, so that what else happens on the machine happens to all of them. Medians
@@ -410,24 +410,25 @@ def main() -> None:
             ("sao", 90, 40, 8),
         ]
     rows = []
-    print("| preset | prompt + answer | batch | limit, s | ours, s | limit / ours | peak, GiB |"
-          " ours / plain | ours / TRL |")
+    print(
+        "| preset | prompt + answer | batch | limit, s | ours, s | limit / ours | peak, GiB |"
+        " ours / plain | ours / TRL |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for preset, prompt, answer, batch in sizes:
         names = ["limit", "ours", "plain"]
         if options.trl_python and preset == "running_mean":
             names.append("trl")
-        found = measure(
-            names, options, preset=preset, prompt=prompt, answer=answer, batch=batch
-        )
+        found = measure(names, options, preset=preset, prompt=prompt, answer=answer, batch=batch)
         limit, ours = found["limit"]["seconds"], found["ours"]["seconds"]
         trl = found.get("trl")
         print(
             f"| {preset} | {prompt} + {answer} | {batch} | {limit:.2f} | {ours:.2f} | "
             f"{limit / ours:.2f} | {found['ours']['peak_gib']:.1f} | "
             f"{ours / found['plain']['seconds']:.2f} | "
-            f"{ours / trl['seconds']:.2f} |" if trl else
-            f"| {preset} | {prompt} + {answer} | {batch} | {limit:.2f} | {ours:.2f} | "
+            f"{ours / trl['seconds']:.2f} |"
+            if trl
+            else f"| {preset} | {prompt} + {answer} | {batch} | {limit:.2f} | {ours:.2f} | "
             f"{limit / ours:.2f} | {found['ours']['peak_gib']:.1f} | "
             f"{ours / found['plain']['seconds']:.2f} | - |",
             flush=True,
@@ -436,8 +437,10 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     parts = rows[0]["ours"]["parts"]
-    print("\nours at the first row, by part: "
-          + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items()))
+    print(
+        "\nours at the first row, by part: "
+        + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items())
+    )
 
 
 if __name__ == "__main__":
