@@ -6,10 +6,13 @@ with the user's cache, because making it takes minutes.
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `postgres`, shared by several folders
 
 from online_sao.config import EMBEDDED_MODEL, home
 
@@ -67,6 +70,15 @@ def model_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("ONLINE_SAO_HOME", str(folder))
         prepare_embedded(EMBEDDED_MODEL)
     return folder
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    """URL of a PostgreSQL server that these tests started."""
+    import postgres
+
+    with postgres.server() as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -143,6 +143,8 @@ class RecordingLLM(AsyncLLM):
     def _exclusion(self, context: RequestContext, params: SamplingParams) -> str | None:
         if context.purpose is Purpose.PRETRAINING:
             return "value_pretraining"
+        if context.purpose is Purpose.PROBE:
+            return "probe"
         if context.opted_out:
             return "opted_out"
         return request_exclusion(context.body) or sampling_exclusion(

@@ -6,10 +6,12 @@ the code that iterates the engine's output, streaming included.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import os
 import secrets
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -24,6 +26,7 @@ GENERATING = ("/v1/chat/completions", "/v1/completions")
 OPEN_PATHS = ("/health",)
 ADMIN_PREFIXES = ("/v1/preference", "/v1/learning", "/v1/rollouts")
 RETRY_AFTER_S = 2
+CLIENT_CLOSED = 499  # as other servers log it; never sent
 MAX_SESSION_ID_CHARS = 128
 API_KEY_VARIABLE = "ONLINE_SAO_API_KEY"
 ADMIN_KEY_VARIABLE = "ONLINE_SAO_ADMIN_KEY"
@@ -37,11 +40,18 @@ def error_body(status: int, message: str, kind: str = "invalid_request_error") -
 class Edge:
     """Wraps the app. `limit` bounds requests that generate at the same time."""
 
-    def __init__(self, app: Any, config: ServiceConfig, make_context: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        app: Any,
+        config: ServiceConfig,
+        make_context: Callable[..., Any],
+        on_answer: Callable[[str, int, float], None] = lambda path, status, seconds: None,
+    ) -> None:
         self._app = app
         self._config = config
         self._make_context = make_context
-        self._ongoing = 0
+        self._on_answer = on_answer
+        self.ongoing = 0
         self._api_key = os.environ.get(API_KEY_VARIABLE) or None
         self._admin_key = os.environ.get(ADMIN_KEY_VARIABLE) or None
 
@@ -49,6 +59,21 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        started, statuses = time.monotonic(), []
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, noted)
+        finally:
+            # Without a status the client went away before there was one.
+            status = statuses[0] if statuses else CLIENT_CLOSED
+            self._on_answer(scope["path"], status, time.monotonic() - started)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, headers = scope["path"], _headers(scope)
         refusal = self._refuse(path, headers)
         if refusal is not None:
@@ -57,7 +82,14 @@ class Edge:
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
-        body = await self._read_body(receive, headers)
+        try:
+            body = await asyncio.wait_for(
+                self._read_body(receive, headers), self._config.body_timeout_s
+            )
+        except TimeoutError:
+            limit_s = self._config.body_timeout_s
+            await _respond(send, 408, f"The request body did not arrive within {limit_s:g} s.")
+            return
         if body is None:
             limit = self._config.max_body_bytes
             await _respond(send, 413, f"The request body is larger than {limit} bytes.")
@@ -71,11 +103,11 @@ class Edge:
     async def _generate(
         self, scope: Scope, headers: dict[str, str], body: bytes, receive: Receive, send: Send
     ) -> None:
-        if self._ongoing >= self._config.max_ongoing_requests:
+        if self.ongoing >= self._config.max_ongoing_requests:
             await _respond(
                 send,
                 429,
-                f"{self._ongoing} requests are being answered, which is the limit; "
+                f"{self.ongoing} requests are being answered, which is the limit; "
                 f"try again in {RETRY_AFTER_S} seconds.",
                 "rate_limit_error",
                 {"retry-after": str(RETRY_AFTER_S)},
@@ -102,11 +134,11 @@ class Edge:
             ],
         }
         token = CURRENT_REQUEST.set(context)
-        self._ongoing += 1
+        self.ongoing += 1
         try:
             await self._app(scope, receive, _with_headers(send, context))
         finally:
-            self._ongoing -= 1
+            self.ongoing -= 1
             CURRENT_REQUEST.reset(token)
 
     def _refuse(self, path: str, headers: dict[str, str]) -> tuple[int, str, str] | None:

@@ -20,14 +20,17 @@ from online_sao.errors import FencedError, OnlineSAOError, WeightUpdateError
 from online_sao.learner.learner import Learner
 from online_sao.learner.loop import LearnerLoop, make_run
 from online_sao.service import names
+from online_sao.service.logs import start_log
+from online_sao.service.probes import Messages, Prober
 from online_sao.store import RolloutStore
-from online_sao.types import Purpose, Rollout, RolloutState
+from online_sao.types import Preference, Purpose, Rollout, RolloutState
 
 log = logging.getLogger(__name__)
 
 CONTROL_THREADS = 16
 PRETRAINING_POLL_S = 0.3
 ROLLBACK_TIMEOUT_S = 120.0
+PROBE_TIMEOUT_S = 600.0  # a round's prompts queue behind those of clients
 
 
 @ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=0, max_concurrency=CONTROL_THREADS)
@@ -39,6 +42,7 @@ class LearnerActor:
 
     def __init__(self, config: dict[str, Any], model: str, model_hash: str, weights_dir: str):
         self._config = Config.model_validate(config)
+        start_log(self._config.service, self._config.run_dir, "learner")
         self._model = model
         self._model_hash = model_hash
         self._weights_dir = Path(weights_dir)
@@ -103,6 +107,7 @@ class LearnerActor:
                 self._state = "pretraining"
                 self._pretrain(loop, learner, store)
             self._state = "learning"
+            self._start_probes(loop, store)
             loop.run()
             self._state = "stopped"
         except FencedError as error:
@@ -160,6 +165,24 @@ class LearnerActor:
             time.sleep(PRETRAINING_POLL_S)
         ids = [r.id for r in self._pretraining_rollouts(store, loop) if r.reward is not None]
         return store.get_many(ids)
+
+    def _start_probes(self, loop: LearnerLoop, store: RolloutStore) -> None:
+        from ray import serve
+
+        def ask(prompts: Sequence[Messages]) -> list[str]:
+            handle = self._engine_handle(serve)
+            asked = [handle.generate_probe.remote(messages) for messages in prompts]
+            return [response.result(timeout_s=PROBE_TIMEOUT_S) for response in asked]
+
+        def judge_forgeries(preference: Preference) -> list[float]:
+            worker = ray.get_actor(names.REWARD_WORKER, namespace=names.NAMESPACE)
+            judged = worker.judge_forgeries.remote(preference.style, list(preference.pool))
+            return ray.get(judged, timeout=PROBE_TIMEOUT_S)
+
+        prober = Prober(
+            self._config, store, lambda: loop.version, ask, judge_forgeries, loop.add_probe
+        )
+        threading.Thread(target=prober.run, args=(self._done,), name="probes", daemon=True).start()
 
     def _pretraining_rollouts(self, store: RolloutStore, loop: LearnerLoop) -> Sequence[Rollout]:
         return store.list(purpose=Purpose.PRETRAINING, run_id=loop.status().run_id, limit=100_000)

@@ -19,6 +19,13 @@ from online_sao.config import Config
 from online_sao.errors import NotFoundError, OnlineSAOError, StoreError
 from online_sao.service import names
 from online_sao.service.http import Edge, error_body
+from online_sao.service.metrics import (
+    CONTENT_TYPE,
+    Metrics,
+    judge_samples,
+    learner_samples,
+    store_samples,
+)
 from online_sao.types import Preference, Rollout, RolloutState
 
 CONTROL_TIMEOUT_S = 10.0  # an actor that does not answer by then counts as down
@@ -89,6 +96,20 @@ def build_app(endpoint: Any, config: Config) -> Any:
     async def ask(call: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         return await asyncio.wait_for(call, timeout_s)
 
+    async def ask_or_none(actor: str) -> Any:
+        """The status of a named actor; None if it does not answer."""
+        try:
+            handle = ray.get_actor(actor, namespace=names.NAMESPACE)
+            return await ask(handle.status.remote())
+        except (ValueError, TimeoutError, ray.exceptions.RayError):
+            return None
+
+    def stored_counts() -> tuple[Any, Any]:
+        try:
+            return endpoint.store.counts(), endpoint.store.reason_counts()
+        except StoreError:
+            return None, None
+
     # --- errors in OpenAI's shape
 
     @app.exception_handler(NotFoundError)
@@ -148,6 +169,24 @@ def build_app(endpoint: Any, config: Config) -> Any:
             "error": status["error"] or endpoint.weights_error,
         }
         return JSONResponse(body, 200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text; never fails because a part is down."""
+        status, judging, stored = await asyncio.gather(
+            ask_or_none(names.LEARNER),
+            ask_or_none(names.REWARD_WORKER),
+            asyncio.to_thread(stored_counts),
+        )
+        samples = [
+            ("online_sao_replica_version", {}, endpoint.engine.weight_version),
+            ("online_sao_unrecorded", {}, endpoint.num_unrecorded),
+            ("online_sao_ongoing", {}, edge.ongoing),
+            *learner_samples(status),
+            *judge_samples(judging),
+            *store_samples(*stored),
+        ]
+        return Response(counters.render(samples), media_type=CONTENT_TYPE)
 
     # --- preference
 
@@ -243,6 +282,7 @@ def build_app(endpoint: Any, config: Config) -> Any:
                 "unrecorded": endpoint.num_unrecorded,
                 "metrics": status.get("metrics", {}),
                 "pretraining": status.get("pretraining", {}),
+                "guards": status.get("guards", {}),
             }
         )
 
@@ -274,7 +314,9 @@ def build_app(endpoint: Any, config: Config) -> Any:
     def make_context(**fields: Any) -> RequestContext:
         return RequestContext(**fields, store_ok=not endpoint.store_failed)
 
-    return Edge(app, config.service, make_context)
+    counters = Metrics()
+    edge = Edge(app, config.service, make_context, counters.count_request)
+    return edge
 
 
 def _preference_json(preference: Preference | None) -> dict[str, Any]:

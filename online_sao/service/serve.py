@@ -75,6 +75,7 @@ class Endpoint:
         self._report("preparing the model")
         model = resolve_model(config.model.name)
         digest = model_hash(model)
+        self._migrate_store()
         with RolloutStore(config.store_url) as store:
             if store.preference() is None:
                 store.set_preference(
@@ -173,6 +174,15 @@ class Endpoint:
                 "with --run-dir or ONLINE_SAO_HOME."
             ) from None
         self._lock = lock
+
+    def _migrate_store(self) -> None:
+        """Here and nowhere else by itself: no other process of this endpoint runs yet."""
+        from online_sao.store.migration import migrate
+
+        done = migrate(self._config.store_url)
+        if done is not None:
+            copy = f"; a copy from before is {done.backup}" if done.backup else ""
+            self._report(f"store migrated from schema {done.before} to {done.after}{copy}")
 
     def _start_ray(self) -> None:
         import ray

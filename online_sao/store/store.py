@@ -665,15 +665,20 @@ class RolloutStore:
         """How many rollouts are in each state, zeros included."""
         c = rollouts.c
         query = sa.select(c.state, sa.func.count()).group_by(c.state)
-        ours = query.where(c.purpose == sa.literal_column(f"'{Purpose.PRETRAINING}'"))
+        # Clients' are counted as all but ours: only ours have an index by purpose.
+        ours = {
+            own: query.where(c.purpose == sa.literal_column(f"'{own}'"))
+            for own in (Purpose.PRETRAINING, Purpose.PROBE)
+            if purpose in (own, Purpose.SERVE)
+        }
 
         def work(conn: Connection) -> dict[RolloutState, int]:
             every = dict.fromkeys(S, 0)
-            if purpose is not Purpose.PRETRAINING:
+            if purpose in (None, Purpose.SERVE):
                 every |= {S(state): number for state, number in conn.execute(query)}
-            if purpose is not None:
-                sign = -1 if purpose is Purpose.SERVE else 1
-                for state, number in conn.execute(ours):
+            sign = -1 if purpose is Purpose.SERVE else 1
+            for own in ours.values():
+                for state, number in conn.execute(own):
                     every[S(state)] += sign * number
             return every
 
@@ -801,11 +806,12 @@ class RolloutStore:
                     f"The database at {self._place} has a table 'counters' that is not this "
                     "program's; give the store a database of its own."
                 )
-            if found > SCHEMA_VERSION:
-                raise StoreError(
-                    f"The store at {self._place} has schema {found}, but this version of "
-                    f"online_sao knows schemas up to {SCHEMA_VERSION}; upgrade online_sao."
-                )
+            if found != SCHEMA_VERSION:
+                # Never in passing: other processes may be using the old schema right now.
+                from online_sao.store.migration import newer_schema, older_schema
+
+                wrong = newer_schema if found > SCHEMA_VERSION else older_schema
+                raise StoreError(wrong(self._place, found))
 
         def known(conn: Connection) -> bool:
             if not sa.inspect(conn).has_table(counters.name):
