@@ -7,7 +7,7 @@ import time
 
 import openai
 import pytest
-from conftest import TINY_SETTINGS, ServedEndpoint
+from served import TINY_SETTINGS, ServedEndpoint
 
 from online_sao.learner.batch import make_batch
 from online_sao.store import RolloutStore
