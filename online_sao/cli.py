@@ -119,6 +119,20 @@ def _parser() -> argparse.ArgumentParser:
     migrate.add_argument("--store", metavar="URL", help="database, instead of --run-dir")
     migrate.set_defaults(run=_migrate)
 
+    export = commands.add_parser(
+        "export",
+        help="write a version as a model folder",
+        description="Write the weights of a version whose checkpoint is retained as a folder in "
+        "Hugging Face form, which transformers and vLLM load. The endpoint may be running; to "
+        "export what it serves now, ask it to keep that first: POST /v1/learning/checkpoint.",
+        epilog="Example: online-sao export ./my-model --version 120",
+    )
+    export.add_argument("out", metavar="DIR", help="folder to make")
+    export.add_argument("--version", type=int, help="default: the newest that is retained")
+    export.add_argument("--run-dir", metavar="DIR", help="folder of the endpoint's state")
+    export.add_argument("--store", metavar="URL", help="database, if not in --run-dir")
+    export.set_defaults(run=_export)
+
     dashboard = commands.add_parser(
         "dashboard",
         help="watch an endpoint in the browser",
@@ -216,6 +230,25 @@ def _serve(args: argparse.Namespace) -> None:
         )
         _say(f"watch:  online-sao dashboard --run-dir {config.run_dir}   (Ctrl-C ends serving)")
         endpoint.watch()
+
+
+def _export(args: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from online_sao.learner.export import export_version
+    from online_sao.store import RolloutStore
+
+    settings = {"service.run_dir": args.run_dir, "store.url": args.store}
+    overrides = {key: value for key, value in settings.items() if value is not None}
+    config = Config.load(overrides=overrides)
+    if not args.store and not (config.run_dir / "store.sqlite").is_file():
+        raise OnlineSAOError(
+            f"{config.run_dir} holds no store: name the endpoint's folder with --run-dir, or its "
+            "database with --store."
+        )
+    with RolloutStore(config.store_url) as store:
+        version = export_version(store, Path(args.out), args.version)
+    _say(f"version {version} written to {args.out}")
 
 
 def _train(args: argparse.Namespace) -> None:

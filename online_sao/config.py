@@ -145,6 +145,11 @@ class LearnerConfig(_Section):
     """CPU threads of the learner; default: all cores."""
     seed: int = 0
     # the loop
+    credit: Literal["turn", "session"] = "turn"
+    """What the turns of a session earn: each its own reward, learned from as it comes; or one
+    recursion across all of them, once the session is closed."""
+    session_reward_wait_s: float = Field(300.0, ge=0)
+    """credit = session: how long a closed session waits for verdicts that are still out."""
     order: Literal["newest", "oldest"] = "newest"
     """Which rewarded rollout is taken first. Simulations use `oldest`."""
     max_policy_lag: int = Field(16, ge=0)
@@ -162,6 +167,8 @@ class LearnerConfig(_Section):
     """Updates between checkpoints; 0: only at exit."""
     checkpoint_keep: int = Field(2, ge=1)
     """Checkpoints retained beside the pinned ones."""
+    checkpoint_min_free_gib: float = Field(1.0, ge=0)
+    """Old checkpoints beyond the newest and the pinned go while less disk space is free."""
     window: int = Field(128, ge=2)
     """Rollouts over which windowed statistics (explained variance) are taken."""
 
@@ -175,6 +182,11 @@ class LearnerConfig(_Section):
             raise ValueError("spo_rho_min must not be above spo_rho_max")
         if not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError("adam_betas must be at least 0 and below 1")
+        if self.credit == "session" and self.advantage == "spo":
+            raise ValueError(
+                "SPO needs returns in [0, 1], and a session's is the sum of its turns'; set "
+                "credit to turn or choose another advantage"
+            )
         if self.advantage == "group" and self.rollouts_per_update % self.group_size:
             raise ValueError(
                 f"a group method needs rollouts_per_update to be a multiple of group_size "
@@ -273,6 +285,13 @@ class ServiceConfig(_Section):
     feedback_wait_s: float = Field(30.0, ge=0)
     """feedback_then_judge: how long an answer waits for feedback before it is judged."""
     cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the endpoint from a browser; ("*",) for all."""
+    session_idle_s: float = Field(600.0, gt=0)
+    """A session without a turn for so long is closed."""
+    session_match_turns: int = Field(64, ge=1)
+    """Newest turns of a session among which the one that a request goes on from is looked for."""
+    retention_days: float | None = Field(None, gt=0)
+    """Texts and token ids of answers older than this are removed; None: they are kept."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of the structured logs in run_dir/logs (one file per part)."""
     log_max_bytes: int = Field(10 * 2**20, ge=1 << 10)

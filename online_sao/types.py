@@ -110,6 +110,8 @@ class Rollout:
     judge_state: JudgeState = JudgeState.WAITING
     purpose: Purpose = Purpose.SERVE
     session_id: str | None = None
+    parent_id: str | None = None  # the rollout whose tokens this one's prompt goes on from
+    new_trajectory: str | None = None  # why a later turn begins a trajectory of its own
     run_id: str | None = None
     preference: Preference | None = None  # in force when generation finished
     verdict: StoredVerdict | None = None
@@ -117,6 +119,8 @@ class Rollout:
     latency_s: float | None = None  # request received to last token
     # Filled in by the store
     seq: int | None = None  # 1, 2, 3... in order of recording
+    trajectory_id: str | None = None  # its session's first rollout on this line of turns
+    turn: int | None = None  # 0, 1, 2... within the trajectory; None without a session
     created_at: datetime | None = None
     # Filled in by the learner
     trained_version: int | None = None  # the weight version its update made
@@ -139,6 +143,18 @@ class Rollout:
     def reward(self) -> float | None:
         """The reward in [0, 1], or None while there is none."""
         return self.verdict.reward if self.verdict else None
+
+
+@dataclass(frozen=True)
+class Session:
+    """A client's conversation: open until it is closed, by the client or for being idle."""
+
+    id: str
+    opened_at: datetime
+    active_at: datetime  # when its last turn was recorded
+    closed_at: datetime | None = None
+    close_reason: str | None = None  # "client" or "idle"
+    num_turns: int = 0
 
 
 @dataclass(frozen=True)

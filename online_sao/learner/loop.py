@@ -31,8 +31,10 @@ from online_sao.errors import (
     StoreError,
 )
 from online_sao.learner.checkpoint import (
+    checkpoint_bytes,
     list_checkpoints,
     load_checkpoint,
+    make_room,
     prune_checkpoints,
     read_state,
     save_checkpoint,
@@ -85,7 +87,14 @@ def make_run(config: Config, model_hash: str) -> Run:
     """The run that these settings belong to: same settings, seed and start weights, same id."""
     learner = config.learner.model_dump(mode="json")
     # Where and how fast, not what is learned:
-    for name in ("threads", "checkpoint_every", "checkpoint_keep", "publish_min_interval_s"):
+    for name in (
+        "threads",
+        "checkpoint_every",
+        "checkpoint_keep",
+        "publish_min_interval_s",
+        "checkpoint_min_free_gib",
+        "session_reward_wait_s",
+    ):
         learner.pop(name)
     text = json.dumps([learner, config.engine.dtype, model_hash], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -117,7 +126,7 @@ class LearnerLoop:
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._pause_reason: str | None = None
-        self._rollbacks: list[tuple[int, Future[int]]] = []
+        self._requests: list[tuple[Callable[[], int], Future[int]]] = []
         self._ended = False
         self._lock = threading.Lock()
         self._epoch = 0
@@ -127,6 +136,7 @@ class LearnerLoop:
         self._next_publish = -math.inf  # not before this time
         self._held: list[str] = []  # claimed, and no word to the store yet what became of them
         self._unrecorded = False  # the weights have moved and the store does not know
+        self._checkpointed: int | None = None  # the newest version that is on disk whole
         self._busy = False
         self._failure: str | None = None
         self._failures = 0
@@ -152,6 +162,9 @@ class LearnerLoop:
         self._store.recover(self._epoch)
         known = self._store.versions(limit=1, run_id=self._run.id)
         self._store.start_run(self._run)
+        # A crash between deleting a checkpoint and saying so.
+        held = {version for version, _ in list_checkpoints(self._checkpoints)}
+        self._forget([v.version for v in self._store.retained_versions() if v.version not in held])
         kind = "start"
         parent: int | None = None
         if known:
@@ -296,11 +309,23 @@ class LearnerLoop:
         It fails with NotFoundError when the checkpoint is not retained, and with LearnerError
         when the loop has ended.
         """
+        return self._request(lambda: self._rollback(version))
+
+    def request_checkpoint(self) -> Future[int]:
+        """Write a checkpoint of the current version; the future gives its number.
+
+        It fails with CheckpointError when it cannot be written, and with LearnerError when the
+        loop has ended.
+        """
+        return self._request(self._save_checkpoint)
+
+    def _request(self, work: Callable[[], int]) -> Future[int]:
+        """Have `work` done by the loop's thread, between two updates."""
         future: Future[int] = Future()
         with self._lock:
-            self._rollbacks.append((version, future))
+            self._requests.append((work, future))
         if self._ended:
-            self._refuse_rollbacks()
+            self._refuse_requests()
         self._wake.set()
         return future
 
@@ -346,48 +371,67 @@ class LearnerLoop:
                     self._failure = store_failure = str(error)
                     log.warning("the store refused: %s", error)
                     self._stop.wait(STORE_RETRY_S)
-            if self._learner.num_updates > 0 and not self._unrecorded:
+            is_kept = self._checkpointed == self._version
+            if self._learner.num_updates > 0 and not self._unrecorded and not is_kept:
                 self._checkpoint()
         finally:
             self._ended = True
-            self._refuse_rollbacks()
+            self._refuse_requests()
 
     def _one_round(self) -> bool:
         """At most one update. False when there was nothing to do."""
         if self._held:  # the store failed in between
             self._store.release(self._held, self._epoch)
             self._held = []
-        self._carry_out_rollbacks()
+        self._carry_out_requests()
         self._take_probes()
         if self._unpublished and self._may_publish():
             self._publish()
         if self._pause_reason is not None:
             return False
-        config = self._config.learner
-        rollouts = self._store.claim(
-            epoch=self._epoch,
-            limit=config.rollouts_per_update,
-            order=config.order,
-            current_version=self._version,
-            max_policy_lag=config.max_policy_lag,
-            max_claims=config.max_claims,
-            run_id=self._run.id,
-        )
-        if not rollouts:
+        trajectories = self._claim()
+        if not trajectories:
             return False
-        self._held = [rollout.id for rollout in rollouts]
-        if len(rollouts) < config.rollouts_per_update:
+        self._held = [rollout.id for trajectory in trajectories for rollout in trajectory]
+        if len(trajectories) < self._config.learner.rollouts_per_update:
             self._store.release(self._held, self._epoch)  # wait until the update is full
             self._held = []
             return False
         self._busy = True
         try:
-            self._learn(rollouts)
+            self._learn(trajectories)
         finally:
             self._busy = False
         return True
 
-    def _learn(self, rollouts: Sequence[Rollout]) -> None:
+    def _claim(self) -> list[list[Rollout]]:
+        """Trajectories for one update: whole sessions, or single turns whose prompts hold the
+        turns before as text that is seen and not learned from."""
+        config = self._config.learner
+        wanted: dict[str, Any] = {
+            "epoch": self._epoch,
+            "limit": config.rollouts_per_update,
+            "order": config.order,
+            "current_version": self._version,
+            "max_policy_lag": config.max_policy_lag,
+            "max_claims": config.max_claims,
+            "run_id": self._run.id,
+        }
+        if config.credit == "session":
+            return self._store.claim_trajectories(
+                **wanted, reward_wait_s=config.session_reward_wait_s
+            )
+        return [[rollout] for rollout in self._store.claim(**wanted)]
+
+    def _num_waiting(self) -> int:
+        """Trajectories that could be claimed now."""
+        config = self._config.learner
+        if config.credit == "session":
+            return self._store.num_ready_trajectories(self._run.id, config.session_reward_wait_s)
+        return self._store.num_rewarded(self._run.id)
+
+    def _learn(self, trajectories: Sequence[Sequence[Rollout]]) -> None:
+        rollouts = [rollout for trajectory in trajectories for rollout in trajectory]
         ids = [rollout.id for rollout in rollouts]
         broken = [r.id for r in rollouts if not np.isfinite(r.behavior_logprobs).all()]
         if broken:  # the others have done nothing wrong: the next round takes them again
@@ -395,7 +439,7 @@ class LearnerLoop:
             return
         lag = self._version - min(rollout.weight_version_start for rollout in rollouts)
         try:
-            result = self._learner.update([[rollout] for rollout in rollouts], policy_lag=lag)
+            result = self._learner.update(trajectories, policy_lag=lag)
         except LearnerError as error:
             self._set_aside(ids, "unusable", str(error))
             return
@@ -602,7 +646,7 @@ class LearnerLoop:
         config, held_back = self._config.learner, self._version - self._published
         if held_back >= config.publish_every or self._pause_reason is not None:
             return True
-        return self._store.num_rewarded(self._run.id) < config.rollouts_per_update
+        return self._num_waiting() < config.rollouts_per_update
 
     def _publish(self) -> None:
         dtype = getattr(torch, self._config.engine.dtype)
@@ -626,31 +670,47 @@ class LearnerLoop:
 
     def _checkpoint(self) -> None:
         try:
-            path = save_checkpoint(self._checkpoints, self._learner, self._version, self._run.id)
-            self._store.set_checkpoint(self._version, str(path))
-            pinned = {v.version for v in self._store.versions(limit=10_000) if v.pinned}
-            removed = prune_checkpoints(
-                self._checkpoints, self._config.learner.checkpoint_keep, pinned
-            )
-            for version in removed:
-                self._store.set_checkpoint(version, None)
+            self._save_checkpoint()
         except (CheckpointError, StoreError) as error:
             self._failure = str(error)
             log.warning("%s", error)
             self._event("error", {"what": str(error)})
 
-    def _carry_out_rollbacks(self) -> None:
+    def _save_checkpoint(self) -> int:
+        """Write the current version's; old ones make room for it, down to the newest and the
+        pinned. Raises CheckpointError and StoreError."""
+        config = self._config.learner
+        reserve = round(config.checkpoint_min_free_gib * 2**30)
+        self._make_room(checkpoint_bytes(self._learner) + reserve)
+        path = save_checkpoint(self._checkpoints, self._learner, self._version, self._run.id)
+        self._store.set_checkpoint(self._version, str(path))
+        self._checkpointed = self._version
+        self._forget(prune_checkpoints(self._checkpoints, config.checkpoint_keep, self._pinned()))
+        self._make_room(reserve)
+        return self._version
+
+    def _make_room(self, needed_bytes: int) -> None:
+        self._forget(make_room(self._checkpoints, needed_bytes, self._pinned()))
+
+    def _pinned(self) -> set[int]:
+        return {v.version for v in self._store.retained_versions() if v.pinned}
+
+    def _forget(self, removed: Sequence[int]) -> None:
+        for version in removed:
+            self._store.set_checkpoint(version, None)
+
+    def _carry_out_requests(self) -> None:
         with self._lock:
-            wanted, self._rollbacks = self._rollbacks, []
-        for version, future in wanted:
+            wanted, self._requests = self._requests, []
+        for work, future in wanted:
             try:
-                future.set_result(self._rollback(version))
+                future.set_result(work())
             except Exception as error:
                 future.set_exception(error)
 
-    def _refuse_rollbacks(self) -> None:
+    def _refuse_requests(self) -> None:
         with self._lock:
-            wanted, self._rollbacks = self._rollbacks, []
+            wanted, self._requests = self._requests, []
         for _, future in wanted:
             future.set_exception(LearnerError("The learner has ended; start it again."))
 

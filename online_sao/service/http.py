@@ -7,6 +7,7 @@ the code that iterates the engine's output, streaming included.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 import os
@@ -27,7 +28,7 @@ OPEN_PATHS = ("/health",)
 ADMIN_PREFIXES = ("/v1/preference", "/v1/learning", "/v1/rollouts")
 RETRY_AFTER_S = 2
 CLIENT_CLOSED = 499  # as other servers log it; never sent
-MAX_SESSION_ID_CHARS = 128
+MAX_SESSION_ID_CHARS = 128  # longer ones are known by their hash
 API_KEY_VARIABLE = "ONLINE_SAO_API_KEY"
 ADMIN_KEY_VARIABLE = "ONLINE_SAO_ADMIN_KEY"
 
@@ -121,7 +122,7 @@ class Edge:
         context = self._make_context(
             response_id=f"{prefix}-{unique}",
             body=parsed,
-            session_id=_session_id(parsed, headers),
+            session_id=session_key(_session_id(parsed, headers), headers.get("authorization", "")),
             opted_out=headers.get("x-learning", "").lower() == "off",
         )
         # vLLM takes the request's id from this header; the answer's id is the receipt for
@@ -229,7 +230,21 @@ def _session_id(body: dict[str, Any], headers: dict[str, str]) -> str | None:
         named = metadata.get("session_id")
     if not isinstance(named, str) or not named:
         return None
-    return named[:MAX_SESSION_ID_CHARS]
+    return named
+
+
+def session_key(session_id: str | None, authorization: str) -> str | None:
+    """The name under which a session is kept: clients with different keys share none.
+
+    Without keys in force whatever a client sends as one says nothing.
+    """
+    if session_id is None:
+        return None
+    if len(session_id) > MAX_SESSION_ID_CHARS:
+        session_id = hashlib.sha256(session_id.encode(errors="replace")).hexdigest()
+    if not (os.environ.get(API_KEY_VARIABLE) or os.environ.get(ADMIN_KEY_VARIABLE)):
+        return session_id
+    return f"{hashlib.sha256(authorization.encode()).hexdigest()[:12]}:{session_id}"
 
 
 async def _respond(

@@ -77,6 +77,9 @@ class LearnerActor:
     def rollback(self, version: int) -> int:
         return self._require_loop().request_rollback(version).result(ROLLBACK_TIMEOUT_S)
 
+    def checkpoint(self) -> int:
+        return self._require_loop().request_checkpoint().result(ROLLBACK_TIMEOUT_S)
+
     def stop(self, timeout_s: float) -> bool:
         """Finish the running update, write a checkpoint, end. False if that took too long."""
         if self._loop:

@@ -63,6 +63,7 @@ class Endpoint:
         """Start the engine; called by the app's lifespan before the first request."""
         from online_sao.service.engine import (
             build_engine,
+            join_sessions,
             parse_server_arguments,
             server_arguments,
         )
@@ -74,7 +75,15 @@ class Endpoint:
         self.engine.recorder = self._record
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
+        from online_sao.service.sessions import SessionPrompts
+
         await init_app_state(self.engine, app_state, args, await self.engine.get_supported_tasks())
+        chat = app_state.openai_serving_chat
+        if chat is not None:
+            prompts = SessionPrompts(
+                self.store, chat.renderer.tokenizer, self._config.service.session_match_turns
+            )
+            join_sessions(chat, prompts)
         self.app_state = app_state
         self._keep(asyncio.create_task(self._follow_weights()))
 

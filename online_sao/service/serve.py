@@ -19,6 +19,7 @@ from online_sao.engine.weight_file import endpoint_folder
 from online_sao.errors import ConfigError, OnlineSAOError
 from online_sao.prepare import model_hash, resolve_model
 from online_sao.service import cleanup, names
+from online_sao.service.housekeeping import Housekeeper
 from online_sao.service.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from online_sao.store import RolloutStore
 from online_sao.types import Preference
@@ -110,8 +111,10 @@ class Endpoint:
         """Block until interrupted; raises OnlineSAOError if a part ends for good."""
         import ray
 
+        housekeeper = Housekeeper(RolloutStore(self._config.store_url), self._config.service)
         while True:
             time.sleep(2.0)
+            housekeeper.run_due()
             try:
                 learner = ray.get_actor(names.LEARNER, namespace=names.NAMESPACE)
                 status = ray.get(learner.status.remote(), timeout=30)

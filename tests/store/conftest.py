@@ -84,6 +84,17 @@ class Kit:
             rollouts=[(name, array, array * 2, array * 3) for name in names],
         )
 
+    def to_first_schema(self) -> None:
+        """Make the database what it was before there were migrations."""
+        with self.store._engine.begin() as conn:
+            for statement in (
+                "DROP INDEX ix_rollouts_probe",
+                "DROP TABLE turns",
+                "DROP TABLE sessions",
+                "UPDATE counters SET value = 1 WHERE name = 'schema'",
+            ):
+                conn.exec_driver_sql(statement)
+
     def states(self) -> dict[str, str]:
         return {r.id: r.state.value for r in self.store.list(limit=10_000)}
 

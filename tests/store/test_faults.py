@@ -168,7 +168,9 @@ def test_a_writer_that_blocks_for_too_long(sqlite_url, kit, monkeypatch):
 def test_a_newer_schema_is_refused(kit, store, store_url, monkeypatch):
     for module in (store_module, migration):
         monkeypatch.setattr(module, "SCHEMA_VERSION", models.SCHEMA_VERSION - 1)
-    with pytest.raises(StoreError, match=r"has schema 2, but .* up to 1; upgrade online_sao"):
+    newest = models.SCHEMA_VERSION
+    says = rf"has schema {newest}, but .* up to {newest - 1}; upgrade online_sao"
+    with pytest.raises(StoreError, match=says):
         RolloutStore(store_url)
 
 

@@ -58,7 +58,7 @@ def test_what_was_recorded_is_read_back_whole(kit, store):
     got = store.get("x")
     assert same(added, got)
     assert same(got, replace(given, seq=1, created_at=added.created_at, run_id="run",
-                             preference=kept))  # fmt: skip
+                             preference=kept, trajectory_id="x", turn=0))  # fmt: skip
     assert got.created_at.tzinfo is UTC
     assert abs(got.created_at - datetime.now(UTC)) < timedelta(seconds=60)
     assert (got.weight_version_start, got.weight_version_end) == (3, 4)
