@@ -27,6 +27,7 @@ GENERATING = ("/v1/chat/completions", "/v1/completions")
 OPEN_PATHS = ("/health",)
 ADMIN_PREFIXES = ("/v1/preference", "/v1/learning", "/v1/rollouts")
 RETRY_AFTER_S = 2
+MAX_DIGITS = 18  # of a length that need not be read to be too large
 CLIENT_CLOSED = 499  # as other servers log it; never sent
 MAX_SESSION_ID_CHARS = 128  # longer ones are known by their hash
 API_KEY_VARIABLE = "ONLINE_SAO_API_KEY"
@@ -114,9 +115,13 @@ class Edge:
                 {"retry-after": str(RETRY_AFTER_S)},
             )
             return
+        parsed = _json_object(body)
+        choices, limit = _num_choices(parsed), self._config.max_choices
+        if choices > limit:
+            await _respond(send, 400, f"{choices} answers are asked for; the limit is {limit}.")
+            return
         from online_sao.service.engine import CURRENT_REQUEST
 
-        parsed = _json_object(body)
         unique = secrets.token_hex(16)
         prefix = "chatcmpl" if scope["path"] == GENERATING[0] else "cmpl"
         context = self._make_context(
@@ -164,7 +169,7 @@ class Edge:
         """The whole body, or None when it is larger than allowed."""
         limit = self._config.max_body_bytes
         announced = headers.get("content-length", "0")
-        if announced.isdigit() and int(announced) > limit:
+        if announced.isdecimal() and (len(announced) > MAX_DIGITS or int(announced) > limit):
             return None
         parts: list[bytes] = []
         size = 0
@@ -221,6 +226,15 @@ def _json_object(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return parsed if isinstance(parsed, dict) else {}
+
+
+def _num_choices(body: dict[str, Any]) -> int:
+    """Answers that a body asks for; what is no number is left for vLLM to refuse."""
+    n, prompts = body.get("n"), body.get("prompt")
+    each = n if isinstance(n, int) and n > 0 else 1
+    # A list of token ids is one prompt.
+    is_many = isinstance(prompts, list) and not all(isinstance(p, int) for p in prompts)
+    return each * (len(prompts) if is_many and prompts else 1)
 
 
 def _session_id(body: dict[str, Any], headers: dict[str, str]) -> str | None:

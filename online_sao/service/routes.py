@@ -217,7 +217,7 @@ def build_app(endpoint: Any, config: Config) -> Any:
 
     @app.get("/v1/rollouts")
     async def list_rollouts(
-        after: Annotated[int | None, Query(ge=0)] = None,
+        after: Annotated[int | None, Query(ge=0, le=MAX_VERSION)] = None,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
         state: RolloutState | None = None,
     ) -> JSONResponse:
