@@ -61,6 +61,10 @@ class EngineConfig(_Section):
     """Seed of sampling for requests without one; default: drawn anew at each start."""
     num_replicas: int = Field(1, ge=1)
     """Engine replicas behind the endpoint."""
+    resources: dict[str, float] = {}
+    """Ray resources that a replica needs, for placement on a cluster: `{rack_a = 1}`."""
+    gpu_share: float = Field(0.5, gt=0)
+    """Ray GPUs of a replica (CUDA only); with the learner's share 1 in all, both share one."""
     update_deadline_s: float = Field(60.0, gt=0)
     """A replica that has not loaded new weights by then is marked unhealthy."""
 
@@ -143,6 +147,10 @@ class LearnerConfig(_Section):
     """Arithmetic of forward and backward; masters and optimiser state are float32."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of the learner; default: all cores."""
+    resources: dict[str, float] = {}
+    """Ray resources that the learner needs, for placement on a cluster."""
+    gpu_share: float = Field(0.5, gt=0)
+    """Ray GPUs of the learner (CUDA only)."""
     seed: int = 0
     # the loop
     credit: Literal["turn", "session"] = "turn"

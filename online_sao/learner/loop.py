@@ -89,6 +89,8 @@ def make_run(config: Config, model_hash: str) -> Run:
     # Where and how fast, not what is learned:
     for name in (
         "threads",
+        "resources",
+        "gpu_share",
         "checkpoint_every",
         "checkpoint_keep",
         "publish_min_interval_s",

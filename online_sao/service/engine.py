@@ -333,7 +333,6 @@ def server_arguments(config: Config, model: str) -> list[str]:
     }
     if config.model.device == "cuda":
         arguments["--gpu-memory-utilization"] = str(engine.gpu_memory_utilization)
-        arguments["--weight-transfer-config"] = '{"backend": "ipc"}'
     flat = [part for pair in arguments.items() for part in pair]
     return [*flat, "--enforce-eager", "--disable-log-stats"]
 

@@ -11,15 +11,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from torch import Tensor
 
 from online_sao.config import Config
-from online_sao.engine.weight_file import write_weight_file
+from online_sao.engine.weight_file import WeightFile, write_weight_file
 from online_sao.errors import FencedError, OnlineSAOError, WeightUpdateError
 from online_sao.learner.learner import Learner
 from online_sao.learner.loop import LearnerLoop, make_run
 from online_sao.service import names
+from online_sao.service.board import Announcement
 from online_sao.service.logs import start_log
 from online_sao.service.probes import Messages, Prober
 from online_sao.store import RolloutStore
@@ -49,6 +51,7 @@ class LearnerActor:
         self._state = "loading"
         self._error: str | None = None
         self._loop: LearnerLoop | None = None
+        self._publisher: BoardPublisher | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._main, name="learner", daemon=True)
         self._thread.start()
@@ -80,6 +83,10 @@ class LearnerActor:
     def checkpoint(self) -> int:
         return self._require_loop().request_checkpoint().result(ROLLBACK_TIMEOUT_S)
 
+    def announce_again(self) -> None:
+        if self._publisher is not None:
+            self._publisher.announce_again()
+
     def stop(self, timeout_s: float) -> bool:
         """Finish the running update, write a checkpoint, end. False if that took too long."""
         if self._loop:
@@ -100,6 +107,7 @@ class LearnerActor:
             learner = Learner(config.learner, self._model, device)
             store = RolloutStore(config.store_url)
             publisher = BoardPublisher(self._weights_dir, config.engine.update_deadline_s)
+            self._publisher = publisher
             run = make_run(config, self._model_hash)
             loop = LearnerLoop(config, run, learner, store, publisher)
             loop.start()
@@ -229,15 +237,24 @@ class BoardPublisher:
         self._folder = folder
         self._deadline_s = deadline_s
         self._on_its_way: int | None = None
+        self._last: Announcement | None = None
 
     def announce_start(self, version: int) -> None:
-        ray.get(self._board().announce.remote(version, None))
+        self._last = Announcement(version)
+        ray.get(self._board().announce.remote(self._last))
+
+    def announce_again(self) -> None:
+        """A board that was restarted knows nothing; the engines go on with what they have."""
+        if self._last is not None:
+            ray.get(self._board().announce.remote(self._last), timeout=self._deadline_s)
 
     def publish(self, version: int, weights: dict[str, Tensor]) -> None:
         self._settle()
         file = write_weight_file(self._folder, version, weights)
         try:
-            ray.get(self._board().announce.remote(version, file), timeout=self._deadline_s)
+            announcement = Announcement(version, file, _node(), _shared(file))
+            self._last = announcement
+            ray.get(self._board().announce.remote(announcement), timeout=self._deadline_s)
         except (ray.exceptions.RayError, ValueError) as problem:
             raise WeightUpdateError(f"Version {version} was not published: {problem}.") from None
         self._on_its_way = version
@@ -258,6 +275,17 @@ class BoardPublisher:
 
     def _board(self) -> Any:
         return ray.get_actor(names.BOARD, namespace=names.NAMESPACE)
+
+
+def _node() -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
+def _shared(file: WeightFile) -> list[Any]:
+    """The file's bytes in the object store, where there are other nodes that may want them."""
+    if sum(node["Alive"] for node in ray.nodes()) < 2:
+        return []
+    return [ray.put(np.fromfile(file.path, np.uint8))]
 
 
 def _device(config: Config) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,8 +19,10 @@ from ray import serve
 
 from online_sao.config import Config
 from online_sao.engine.settings import engine_environment
+from online_sao.engine.weight_file import WeightFile, copy_weight_file, process_folder
 from online_sao.errors import StoreError, WeightUpdateError
 from online_sao.service import names
+from online_sao.service.board import Announcement
 from online_sao.service.logs import start_log
 from online_sao.store import RolloutStore
 from online_sao.types import Purpose, Rollout
@@ -94,6 +97,7 @@ class Endpoint:
             await self._board().leave.remote(self.replica_id)
         if self.engine is not None:
             self.engine.shutdown()
+        shutil.rmtree(process_folder(), ignore_errors=True)  # copies from other nodes
         self._writer.shutdown()
 
     async def check_health(self) -> None:
@@ -173,13 +177,14 @@ class Endpoint:
                     self.replica_id, self.engine.weight_version, FETCH_TIMEOUT_S
                 )
                 if fetched is not None:
-                    await self._load(board, *fetched)
+                    await self._load(board, fetched)
             except (ray.exceptions.RayError, ValueError) as error:
                 log.warning("the weight board does not answer: %s", error)
                 await asyncio.sleep(RETRY_S)
 
-    async def _load(self, board: Any, version: int, file: Any) -> None:
-        if file is None:
+    async def _load(self, board: Any, announced: Announcement) -> None:
+        version = announced.version
+        if announced.file is None:
             # The start weights under a new number: nothing to load.
             await self.engine.update_weight_version(str(version))
             self.engine.weight_version = version
@@ -187,7 +192,7 @@ class Endpoint:
             return
         about = {"weight_version": version, "replica": self.replica_id}
         try:
-            paused_s = await self.engine.load_weights(file)
+            paused_s = await self.engine.load_weights(await self._file_here(announced))
             log.info("weights loaded", extra={**about, "seconds": paused_s})
         except WeightUpdateError as error:
             log.warning("weights refused: %s", error, extra=about)
@@ -198,6 +203,17 @@ class Endpoint:
             return
         self.weights_error, self.weights_broken = None, False
         await board.report.remote(self.replica_id, version)
+
+    async def _file_here(self, announced: Announcement) -> WeightFile:
+        """The announced file on this node: itself, or a copy of what another node wrote."""
+        assert announced.file is not None
+        here = ray.get_runtime_context().get_node_id()
+        if announced.node in (None, here) or not announced.data:
+            return announced.file
+        data = await announced.data[0]
+        return await asyncio.to_thread(
+            copy_weight_file, announced.file, memoryview(data), process_folder()
+        )
 
     def _board(self) -> Any:
         return ray.get_actor(names.BOARD, namespace=names.NAMESPACE)

@@ -160,8 +160,8 @@ def build_app(endpoint: Any, config: Config) -> Any:
             status = await ask(learner().status.remote())
         except (ValueError, TimeoutError, ray.exceptions.RayError):
             return learner_down()
-        version, _ = await ask(
-            ray.get_actor(names.BOARD, namespace=names.NAMESPACE).current.remote()
+        version = await ask(
+            ray.get_actor(names.BOARD, namespace=names.NAMESPACE).current_version.remote()
         )
         is_ready = status["state"] == "learning" and endpoint.weights_error is None
         body = {
