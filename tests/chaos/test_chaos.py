@@ -178,7 +178,7 @@ def schedule(kills: int, seed: int) -> list[str]:
 
 def test_kills_lose_nothing_and_double_nothing(tiny_model, tmp_path):
     run_dir: Path = tmp_path / "run"
-    settings = (*TINY_SETTINGS, "learner.checkpoint_every=5", "learner.max_claims=1000")
+    settings = (*TINY_SETTINGS, "learner.checkpoint_every=5")
     endpoint = ServedEndpoint(tiny_model, run_dir, *settings)
     waits = random.Random(SEED)
     before = segments()
