@@ -197,6 +197,7 @@ SHARED = {
     "truncate_prompt_tokens": [-5, 0, 10**9],
     "prompt_logprobs": [-5, 5, 10**9],
     "request_id": [5, "x"],
+    "use_beam_search": [True, "x"],
     "cache_salt": ["", 5],
     "user": [5],
     "ignore_eos": ["x"],

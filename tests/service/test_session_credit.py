@@ -2,6 +2,7 @@
 
 import time
 
+import httpx
 import pytest
 from conversation import QUESTIONS, check_history, check_mask, converse, stored
 from served import TINY_SETTINGS, ServedEndpoint
@@ -10,11 +11,18 @@ from online_sao.store import RolloutStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
+PAGE = "https://page.test"
+
 
 @pytest.fixture(scope="module")
 def by_session(tiny_model, tmp_path_factory):
     """An endpoint whose sessions are learned from as a whole."""
-    settings = (*TINY_SETTINGS, "learner.credit=session", "service.session_idle_s=30")
+    settings = (
+        *TINY_SETTINGS,
+        "learner.credit=session",
+        "service.session_idle_s=30",
+        f'service.cors_origins=["{PAGE}"]',
+    )
     served = ServedEndpoint(tiny_model, tmp_path_factory.mktemp("run") / "s", *settings)
     try:
         yield served.start()
@@ -72,3 +80,20 @@ def test_an_idle_session_is_closed_and_learned_from(by_session):
     id = by_session.chat(headers=headers, messages=history, max_tokens=4).json()["id"]
     (late,) = stored(by_session, [id])
     assert (late.turn, late.new_trajectory, late.parent_id) == (0, "session_closed", ids[-1])
+
+
+def test_a_page_of_a_named_origin_may_call_it_from_a_browser(by_session):
+    asked = {
+        "Origin": PAGE,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-session-id",
+    }
+    url = f"{by_session.url}/v1/chat/completions"
+    allowed = httpx.options(url, headers=asked, timeout=30)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == PAGE
+    refused = httpx.options(url, headers=asked | {"Origin": "https://other.test"}, timeout=30)
+    assert refused.status_code == 400
+    answer = by_session.chat(max_tokens=2, headers={"Origin": PAGE})
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    assert "X-Weight-Version" in answer.headers["access-control-expose-headers"]
