@@ -288,8 +288,8 @@ class ServiceConfig(_Section):
     max_ongoing_requests: int = Field(1024, ge=1)
     """Requests in a replica beyond which the answer is 429."""
     max_body_bytes: int = Field(1 << 20, ge=1024)
-    max_choices: int = Field(128, ge=1)
-    """Answers that one request may ask for: `n` times its number of prompts."""
+    max_choices: int = Field(64, ge=1)
+    """Answers that one request may ask for (`n` times its prompts); beyond it the answer is 400."""
     min_trainable_temperature: float = Field(0.3, ge=0)
     reward_source: Literal["judge", "feedback", "feedback_then_judge"] = "judge"
     feedback_wait_s: float = Field(30.0, ge=0)

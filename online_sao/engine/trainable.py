@@ -48,6 +48,7 @@ EXCLUDING_FIELDS = (
     "suffix",
     "echo",
     "prompt_embeds",
+    "use_beam_search",  # the answer is searched for, not sampled
     "kv_transfer_params",  # may hold a prompt that is not what the messages say
 )
 

@@ -150,9 +150,10 @@ def make_room(folder: Path, needed_bytes: int, pinned: set[int]) -> list[int]:
     for version, path in reversed(list_checkpoints(folder)[1:]):
         if shutil.disk_usage(folder).free >= needed_bytes * FREE_SPACE_FACTOR:
             break
-        if version not in pinned:
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(version)
+        if version in pinned:
+            continue
+        shutil.rmtree(path, ignore_errors=True)
+        removed.append(version)
     return removed
 
 

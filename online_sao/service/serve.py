@@ -27,6 +27,7 @@ from online_sao.types import Preference
 START_TIMEOUT_S = 900.0  # engine and learner loading, value pretraining
 STOP_TIMEOUT_S = 90.0  # the running update and the last checkpoint
 POLL_S = 0.5
+NOTE_SEGMENTS_PERIOD_S = 10.0
 SERVE_OVERHEAD_REQUESTS = 256  # control requests beside the generating ones
 
 ENVIRONMENT = {
@@ -112,9 +113,13 @@ class Endpoint:
         import ray
 
         housekeeper = Housekeeper(RolloutStore(self._config.store_url), self._config.service)
+        segments_at = 0.0
         while True:
             time.sleep(2.0)
             housekeeper.run_due()
+            if time.monotonic() >= segments_at:  # a replica that was begun anew has new ones
+                cleanup.note_segments(self._config.run_dir)
+                segments_at = time.monotonic() + NOTE_SEGMENTS_PERIOD_S
             try:
                 learner = ray.get_actor(names.LEARNER, namespace=names.NAMESPACE)
                 status = ray.get(learner.status.remote(), timeout=30)
