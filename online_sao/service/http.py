@@ -116,6 +116,9 @@ class Edge:
             )
             return
         parsed = _json_object(body)
+        if not _is_unicode(parsed):
+            await _respond(send, 400, "The body has half of a character (a lone surrogate).")
+            return
         choices, limit = _num_choices(parsed), self._config.max_choices
         if choices > limit:
             await _respond(send, 400, f"{choices} answers are asked for; the limit is {limit}.")
@@ -226,6 +229,17 @@ def _json_object(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return parsed if isinstance(parsed, dict) else {}
+
+
+def _is_unicode(parsed: dict[str, Any]) -> bool:
+    """Whether every text in a body can be encoded: vLLM fails on one that cannot."""
+    try:
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    except RecursionError:  # so deep that vLLM's validation refuses it
+        return True
+    return True
 
 
 def _num_choices(body: dict[str, Any]) -> int:

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -87,6 +88,9 @@ class Endpoint:
                 self.store, chat.renderer.tokenizer, self._config.service.session_match_turns
             )
             join_sessions(chat, prompts)
+        # vLLM's handler of engine errors tells its own server to exit when the engine is dead;
+        # here the health check has Serve restart the replica.
+        app_state.server = SimpleNamespace(should_exit=False)
         self.app_state = app_state
         self._keep(asyncio.create_task(self._follow_weights()))
 

@@ -167,6 +167,19 @@ class TestLimits:
         assert bench.reached == []
 
 
+@pytest.mark.parametrize(
+    "body", [b'{"stop": ["\\ud800"]}', b'{"x": {"\\uDFFF": 1}}', b'{"y": "\xed\xa0\x80"}']
+)
+def test_lone_surrogates_are_refused_and_whole_characters_are_not(body):
+    bench = Bench()
+    status, answer, _ = bench.ask("/v1/completions", "POST", parts=[body])
+    assert status == 400
+    assert "surrogate" in answer["error"]["message"]
+    assert bench.reached == []
+    whole = b'{"n": 65, "x": "\\ud83d\\ude00 \xf0\x9f\x98\x80"}'
+    assert "64" in bench.ask("/v1/completions", "POST", parts=[whole])[1]["error"]["message"]
+
+
 def test_what_was_answered_is_counted():
     bench = Bench(max_body_bytes=2000)
     bench.ask("/health")

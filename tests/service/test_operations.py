@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 USER, ADMIN = "user-key-of-the-tests", "admin-key-of-the-tests"
 KEYS = {API_KEY_VARIABLE: USER, ADMIN_KEY_VARIABLE: ADMIN}
-BODY_TIMEOUT_S = 3
+BODY_TIMEOUT_S = 15  # under load it takes the edge some seconds to come to a body
 NUM_QUEUED = 950
 
 
@@ -173,7 +173,8 @@ class TestHostileRequests:
             case "model":
                 body["model"] = "\ud800"
         answer = post_raw(endpoint, "/v1/chat/completions", json.dumps(body).encode())
-        assert answer.status_code in (200, 400, 404), answer.text
+        assert answer.status_code == 400, answer.text
+        assert "surrogate" in answer.json()["error"]["message"]
 
     @pytest.mark.parametrize(
         "body",
