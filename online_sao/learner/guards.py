@@ -12,6 +12,7 @@ policy that repeats itself.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from online_sao.config import GuardConfig
 from online_sao.types import IntArray, Rollout
 
 REPETITION_TOKENS = 3  # a run of so many tokens that came before counts as repeated
-# Below this level a window's noise is as large as the drop that the guard looks for.
-REWARD_LEVEL_MIN = 0.5
+# Standard errors by which the reward must have fallen to count: the best of many windows is high
+# by chance alone.
+REWARD_NOISE = 4.0
 # Where nearly all rewards are the same, any critic explains less than nothing of their variance.
 REWARD_VARIANCE_MIN = 0.05
 
@@ -236,9 +238,7 @@ class GuardRails:
             EXPLAINED_VARIANCE.name: _last(samples, "critic/explained_variance")
             if _variance(self._rewards) >= REWARD_VARIANCE_MIN
             else None,
-            REWARD.name: 1 - _mean(self._rewards) / self._best_reward
-            if self._best_reward >= REWARD_LEVEL_MIN and self._rewards
-            else None,
+            REWARD.name: self._reward_drop(),
             PROBE_QUALITY.name: self._quality_drop(),
             FORGERIES.name: last.forgeries_rewarded if last else None,
         }
@@ -277,6 +277,16 @@ class GuardRails:
             self._rewards.append(sample.reward)
             self._since_event += 1
         self._samples.append(sample)
+
+    def _reward_drop(self) -> float | None:
+        """Share that the windowed mean has lost of its best; None within the noise."""
+        if not self._rewards:
+            return None
+        best, mean = self._best_reward, _mean(self._rewards)
+        # Of rewards in [0, 1] none vary more than coins do.
+        spread = best * (1 - best) + mean * (1 - mean)
+        is_noise = best - mean <= REWARD_NOISE * math.sqrt(spread / len(self._rewards))
+        return None if is_noise else 1 - mean / best
 
     def _quality_drop(self) -> float | None:
         qualities = [probe.quality for probe in self._probes if probe.quality is not None]

@@ -22,6 +22,7 @@ from online_sao.store import RolloutStore
 from online_sao.types import Preference
 
 WINDOW = 12
+HONEST_LR = 2e-4  # no guard comes near its bound
 ANSWER_TOKENS = 12
 PROMPTS = [[1, 40 + number, 90 + number, 2, 201, 1] for number in range(6)]
 
@@ -52,6 +53,7 @@ class Endpoint:
                 "engine": {"dtype": "float32"},
                 "learner": SETTINGS
                 | {"order": "oldest", "checkpoint_every": 10, "checkpoint_keep": 3, "window": 32}
+                | {"policy_lr": HONEST_LR}
                 | self.learner_settings,
                 "guards": {"window": WINDOW} | self.guard_settings,
                 "service": {"run_dir": str(self.folder)},
@@ -135,7 +137,7 @@ def repeats(judge):
     return float(judge([61] * ANSWER_TOKENS) > 0.5)
 
 
-BREAKS = {"policy_lr": SETTINGS["policy_lr"] * 1000}
+BREAKS = {"policy_lr": HONEST_LR * 1000}
 
 
 def break_learning(run):

@@ -109,6 +109,14 @@ class TestReward:
         assert firings(guards, [*good, *bad[:3]]) == []  # 1/4 of it is left: not less
         assert firings(guards, bad[3:]) == ["reward_drop"]
 
+    def test_what_chance_may_do_is_noise(self):
+        """12 rewards: 6 of 12 to 1 of 12 is 0.42, and four standard errors are 0.66."""
+        guards = rails(window=12)
+        lucky = [sample(n, reward=float(n % 2)) for n in range(12)]
+        unlucky = [sample(n, reward=float(n == 12)) for n in range(12, 24)]
+        assert firings(guards, [*lucky, *unlucky]) == []
+        assert guards.values()["reward_drop"] is None
+
     def test_a_low_level_is_noise(self):
         guards = rails()
         low = [sample(n, reward=float(n == 0)) for n in range(WINDOW)]
