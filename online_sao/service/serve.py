@@ -331,11 +331,12 @@ def placement(config: Config, part: LearnerConfig | EngineConfig) -> dict[str, A
 
 
 def uses_gpu(config: Config) -> bool:
+    """Whether learner and engine are to run on GPUs; `auto` asks the running Ray."""
     if config.model.device != "auto":
         return config.model.device == "cuda"
-    import torch
+    import ray
 
-    return torch.cuda.is_available()
+    return bool(ray.cluster_resources().get("GPU"))
 
 
 def check_port(host: str, port: int) -> None:
