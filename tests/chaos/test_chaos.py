@@ -26,6 +26,7 @@ KILLS = int(os.environ.get("CHAOS_KILLS", "4"))
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 RECOVERY_S = 240  # within which a killed part must serve and learn again
 DRAIN_S = 240
+SETTLE_S = 30  # within which what a kill left behind must be gone
 TRAFFIC_S = (0.5, 5.0)  # between recovery and the next kill
 CLIENTS = 3
 PAUSE_S = 0.1  # of each client after an answer: more than the learner takes up is only backlog
@@ -109,6 +110,15 @@ class Traffic:
             self.unrecorded.append(id)
 
 
+def processes(endpoint: ServedEndpoint, target: str) -> list[psutil.Process]:
+    found = []
+    for process in own_processes(endpoint.run_dir):
+        with contextlib.suppress(psutil.Error):
+            if TARGETS[target] in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
 def kill(endpoint: ServedEndpoint, target: str) -> bool:
     """SIGKILL the process of that name; False if there is none just now."""
     assert endpoint.process is not None
@@ -122,12 +132,16 @@ def kill(endpoint: ServedEndpoint, target: str) -> bool:
                 process.kill()
         endpoint.process.wait(30)
         return True
-    for process in own_processes(endpoint.run_dir):
-        with contextlib.suppress(psutil.Error):
-            if TARGETS[target] in " ".join(process.cmdline()):
-                process.send_signal(signal.SIGKILL)
-                return True
+    for process in processes(endpoint, target):
+        process.send_signal(signal.SIGKILL)
+        return True
     return False
+
+
+def left_behind(endpoint: ServedEndpoint) -> list[str]:
+    """Parts of which there is more than one: an engine without its replica takes gigabytes."""
+    names = [target for target in TARGETS if target != "everything"]
+    return [name for name in names if len(processes(endpoint, name)) > 1]
 
 
 def recovered(endpoint: ServedEndpoint, target: str) -> tuple[float, float]:
@@ -198,6 +212,10 @@ def test_kills_lose_nothing_and_double_nothing(tiny_model, tmp_path):
             kills += 1
             times.setdefault(target, []).append(recovered(endpoint, target))
             served, learns = times[target][-1]
+            deadline = time.monotonic() + SETTLE_S
+            while (twice := left_behind(endpoint)) and time.monotonic() < deadline:
+                time.sleep(0.5)
+            assert not twice, f"after a kill of the {target} there is more than one {twice}"
             print(
                 f"kill {kills}: {target}, {seen} answered before; answers after {served:.0f} s, "
                 f"learns after {learns:.0f} s",

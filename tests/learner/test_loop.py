@@ -252,7 +252,8 @@ class TestLearning:
         bench.add("a", "b")
         with running(loop):
             time.sleep(0.2)
-            assert bench.states() == {"a": S.REWARDED, "b": S.REWARDED}
+            # a look at what waits claims it for a moment
+            until(lambda: bench.states() == {"a": S.REWARDED, "b": S.REWARDED})
             bench.add("c")
             bench.drained()
         trained = bench.store.get_many(["a", "b", "c"])
