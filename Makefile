@@ -2,6 +2,7 @@
 #   make demo     everything in one go: serve, learn, compare with a baseline, leave figures
 #   make serve    serve and learn until Ctrl-C          make dashboard   watch it
 #   make test     all tests                             make check       lint, types, imports
+#   make chaos    kill processes of a served endpoint N times (N=40 SEED=0) and audit its store
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +17,7 @@ TORCH_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepare demo serve dashboard test check format bench clean distclean
+.PHONY: help setup prepare demo serve dashboard test chaos check format bench clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +50,11 @@ dashboard: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+N ?= 40
+SEED ?= 0
+chaos: setup
+	CHAOS_KILLS=$(N) CHAOS_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos -q -s $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

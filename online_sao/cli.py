@@ -13,6 +13,7 @@ from online_sao.config import EMBEDDED_MODEL, PRESETS, Config
 from online_sao.errors import OnlineSAOError
 
 EXIT_ERROR = 2
+EXIT_FAULT = 1  # of `doctor`: it worked, and found something
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,6 +96,42 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--heldout-answers", type=int, metavar="N")
     train.add_argument("--out", default="runs/offline", metavar="DIR")
     train.set_defaults(run=_train)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="check model, disk, store, judge and endpoint, with one request each",
+        description="Says what is wrong and what to do. Exit code 1 if anything is. Give it the "
+        "same options as `serve`; a judge that costs money is asked for one verdict.",
+    )
+    _config_options(doctor)
+    doctor.add_argument("--host", help="that the endpoint was started with")
+    doctor.add_argument("--port", type=int, help="that the endpoint was started with")
+    doctor.add_argument("--url", help="the endpoint, instead of host and port")
+    doctor.set_defaults(run=_doctor)
+
+    migrate = commands.add_parser(
+        "migrate",
+        help="bring an older store to this version's schema",
+        description="`serve` does this by itself; other commands refuse an older store. SQLite: "
+        "a copy of the file is made before. PostgreSQL: back it up before.",
+    )
+    migrate.add_argument("--run-dir", metavar="DIR", help="folder of the endpoint's state")
+    migrate.add_argument("--store", metavar="URL", help="database, instead of --run-dir")
+    migrate.set_defaults(run=_migrate)
+
+    export = commands.add_parser(
+        "export",
+        help="write a version as a model folder",
+        description="Write the weights of a version whose checkpoint is retained as a folder in "
+        "Hugging Face form, which transformers and vLLM load. The endpoint may be running; to "
+        "export what it serves now, ask it to keep that first: POST /v1/learning/checkpoint.",
+        epilog="Example: online-sao export ./my-model --version 120",
+    )
+    export.add_argument("out", metavar="DIR", help="folder to make")
+    export.add_argument("--version", type=int, help="default: the newest that is retained")
+    export.add_argument("--run-dir", metavar="DIR", help="folder of the endpoint's state")
+    export.add_argument("--store", metavar="URL", help="database, if not in --run-dir")
+    export.set_defaults(run=_export)
 
     dashboard = commands.add_parser(
         "dashboard",
@@ -195,6 +232,25 @@ def _serve(args: argparse.Namespace) -> None:
         endpoint.watch()
 
 
+def _export(args: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from online_sao.learner.export import export_version
+    from online_sao.store import RolloutStore
+
+    settings = {"service.run_dir": args.run_dir, "store.url": args.store}
+    overrides = {key: value for key, value in settings.items() if value is not None}
+    config = Config.load(overrides=overrides)
+    if not args.store and not (config.run_dir / "store.sqlite").is_file():
+        raise OnlineSAOError(
+            f"{config.run_dir} holds no store: name the endpoint's folder with --run-dir, or its "
+            "database with --store."
+        )
+    with RolloutStore(config.store_url) as store:
+        version = export_version(store, Path(args.out), args.version)
+    _say(f"version {version} written to {args.out}")
+
+
 def _train(args: argparse.Namespace) -> None:
     from pathlib import Path
 
@@ -268,6 +324,30 @@ def _guarded(function: Any, *arguments: Any) -> None:
         sys.exit(EXIT_ERROR)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    config = load_config(args)
+    from online_sao.service.doctor import examine
+
+    findings = examine(config, args.url)
+    for finding in findings:
+        print(f"{'FAULT' if finding.is_fault else 'ok':<6}{finding.part:<7}{finding.what}")
+        if finding.is_fault:
+            print(f"{'':<13}-> {finding.remedy}")
+    return EXIT_FAULT if any(finding.is_fault for finding in findings) else 0
+
+
+def _migrate(args: argparse.Namespace) -> None:
+    from online_sao.store.migration import migrate
+
+    overrides = {"service.run_dir": args.run_dir} if args.run_dir else {}
+    done = migrate(args.store or Config.load(overrides=overrides).store_url)
+    if done is None:
+        _say("nothing to do")
+        return
+    copy = f"; a copy from before is {done.backup}" if done.backup else ""
+    _say(f"migrated from schema {done.before} to {done.after}{copy}")
 
 
 def _dashboard(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ def engine_environment(config: Config) -> dict[str, str]:
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(config.engine.kv_cache_gib))),
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_MAX_N_SEQUENCES": str(config.service.max_choices),
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
         "TOKENIZERS_PARALLELISM": "false",
         # At every weight update vLLM warns of the tied head, which we repack ourselves.

@@ -41,7 +41,16 @@ ALLOWED_SAMPLING = frozenset(
 )
 
 # Request fields outside the sampling settings that change what the model may emit.
-EXCLUDING_FIELDS = ("tools", "functions", "response_format", "suffix", "echo", "prompt_embeds")
+EXCLUDING_FIELDS = (
+    "tools",
+    "functions",
+    "response_format",
+    "suffix",
+    "echo",
+    "prompt_embeds",
+    "use_beam_search",  # the answer is searched for, not sampled
+    "kv_transfer_params",  # may hold a prompt that is not what the messages say
+)
 
 
 def sampling_exclusion(

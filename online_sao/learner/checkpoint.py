@@ -25,6 +25,7 @@ from online_sao.learner.parameters import TrainedParameters
 
 FORMAT = 1
 STATE_FILE = "state.json"
+POLICY_FILE = "policy.safetensors"
 FREE_SPACE_FACTOR = 1.2  # refuse to start writing unless this much of the need is free
 
 
@@ -33,7 +34,7 @@ def save_checkpoint(folder: Path, learner: Learner, version: int, run_id: str) -
     target = folder / f"v{version}"
     partial = folder / f".v{version}.partial"
     files = _tensor_files(learner)
-    need = sum(t.numel() * t.element_size() for ts in files.values() for t in ts.values())
+    need = checkpoint_bytes(learner)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
@@ -66,6 +67,12 @@ def save_checkpoint(folder: Path, learner: Learner, version: int, run_id: str) -
             f"{getattr(error, 'strerror', None) or error}."
         ) from None
     return target
+
+
+def checkpoint_bytes(learner: Learner) -> int:
+    """What a checkpoint of `learner` takes on disk, about."""
+    files = _tensor_files(learner)
+    return sum(t.numel() * t.element_size() for ts in files.values() for t in ts.values())
 
 
 def load_checkpoint(path: Path, learner: Learner) -> int:
@@ -107,6 +114,13 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def read_policy(path: Path) -> dict[str, Tensor]:
+    """The policy's float32 masters in a checkpoint, by Hugging Face names. Raises
+    CheckpointError."""
+    state = read_state(path)
+    return _read_tensors(path / POLICY_FILE, state["files"][POLICY_FILE])
+
+
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(version, path) of the checkpoints in `folder`, newest first; not verified."""
     found = []
@@ -126,6 +140,20 @@ def prune_checkpoints(folder: Path, keep: int, pinned: set[int]) -> list[int]:
             removed.append(version)
     for partial in folder.glob(".v*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
+    return removed
+
+
+def make_room(folder: Path, needed_bytes: int, pinned: set[int]) -> list[int]:
+    """Remove old checkpoints while less than `needed_bytes` are free, never the newest or a
+    `pinned` one; return the versions removed."""
+    removed: list[int] = []
+    for version, path in reversed(list_checkpoints(folder)[1:]):
+        if shutil.disk_usage(folder).free >= needed_bytes * FREE_SPACE_FACTOR:
+            break
+        if version in pinned:
+            continue
+        shutil.rmtree(path, ignore_errors=True)
+        removed.append(version)
     return removed
 
 

@@ -19,6 +19,7 @@ from online_sao.engine.weight_file import SHARED_MEMORY
 from online_sao.service.names import RUN_DIR_VARIABLE
 
 SEGMENTS_FILE = "shared_memory.json"
+SEGMENT_PREFIXES = ("psm_", "sem.")  # Python's shared memory and semaphores
 TERMINATE_WAIT_S = 5.0
 
 
@@ -56,7 +57,7 @@ def note_segments(run_dir: Path) -> None:
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                 path = line.partition("/dev/shm/")[2]
                 name = path.removesuffix(" (deleted)")
-                if name.startswith("psm_") and "/" not in name:
+                if name.startswith(SEGMENT_PREFIXES) and "/" not in name:
                     segments.add(name)
     with contextlib.suppress(OSError):
         (run_dir / SEGMENTS_FILE).write_text(json.dumps(sorted(segments)))
@@ -90,4 +91,6 @@ def _noted(run_dir: Path) -> list[str]:
     except (OSError, ValueError):
         return []
     # The file lies in a folder of the user's; take nothing from it but plain segment names.
-    return [n for n in noted if isinstance(n, str) and n.startswith("psm_") and "/" not in n]
+    return [
+        n for n in noted if isinstance(n, str) and n.startswith(SEGMENT_PREFIXES) and "/" not in n
+    ]

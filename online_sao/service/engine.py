@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -21,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
@@ -31,6 +33,7 @@ from online_sao.engine import weight_transfer
 from online_sao.engine.trainable import numbers_exclusion, request_exclusion, sampling_exclusion
 from online_sao.engine.weight_file import WeightFile
 from online_sao.errors import WeightUpdateError
+from online_sao.service.sessions import SessionPrompts
 from online_sao.types import JudgeState, Purpose, Rollout, RolloutState, WeightSpan
 
 _DEFAULT_SAMPLING = SamplingParams()
@@ -43,6 +46,8 @@ class RequestContext:
     response_id: str
     body: dict[str, Any]
     session_id: str | None = None
+    parent_id: str | None = None  # the session's rollout that this one goes on from
+    new_trajectory: str | None = None  # why there is none
     opted_out: bool = False
     purpose: Purpose = Purpose.SERVE
     received_at: float = field(default_factory=time.monotonic)
@@ -143,6 +148,8 @@ class RecordingLLM(AsyncLLM):
     def _exclusion(self, context: RequestContext, params: SamplingParams) -> str | None:
         if context.purpose is Purpose.PRETRAINING:
             return "value_pretraining"
+        if context.purpose is Purpose.PROBE:
+            return "probe"
         if context.opted_out:
             return "opted_out"
         return request_exclusion(context.body) or sampling_exclusion(
@@ -188,6 +195,8 @@ class RecordingLLM(AsyncLLM):
             judge_state=JudgeState.SKIPPED if aborted else JudgeState.WAITING,
             purpose=context.purpose,
             session_id=context.session_id,
+            parent_id=context.parent_id,
+            new_trajectory=context.new_trajectory,
             metadata=metadata if isinstance(metadata, dict) else {},
             latency_s=time.monotonic() - context.received_at,
         )
@@ -252,6 +261,56 @@ def _spans(reported: Any, num_tokens: int) -> tuple[WeightSpan, ...]:
     return tuple(WeightSpan(int(span.version), span.start, span.end) for span in reported)
 
 
+# --- sessions
+
+
+def join_sessions(chat: Any, prompts: SessionPrompts) -> None:
+    """Let vLLM's chat serving `chat` give a session's turns the exact tokens of its history."""
+    render_chat_request = chat.render_chat_request
+
+    async def render(request: Any) -> Any:
+        context = CURRENT_REQUEST.get()
+        if context is not None and context.session_id is not None:
+            parent, ids, reason = await prompts.continuation(
+                context.session_id, context.body, _template(chat, request)
+            )
+            context.parent_id, context.new_trajectory = parent, reason
+            if ids is not None:
+                _check_length(ids, chat.model_config.max_model_len)
+                request.kv_transfer_params = {"prompt_token_ids": ids}
+        return await render_chat_request(request)
+
+    # On the instance: vLLM builds it, and gives no place to name a class of ours.
+    chat.render_chat_request = render
+
+
+def _template(chat: Any, request: Any) -> Any:
+    """The chat template as vLLM applies it to `request`, for any messages, to text."""
+    parameters = request.build_chat_params(
+        chat.chat_template, chat.chat_template_content_format
+    ).with_defaults({**chat.default_chat_template_kwargs, "tokenize": False})
+
+    async def render(messages: Any) -> str:
+        # Copied: vLLM's parser changes what it is given.
+        _, prompt = await chat.renderer.render_messages_async(
+            copy.deepcopy(list(messages)), parameters
+        )
+        return str(prompt["prompt"])
+
+    return render
+
+
+def _check_length(ids: list[int], limit: int) -> None:
+    """vLLM looks at the length of forwarded ids only once a stream has begun."""
+    if len(ids) >= limit:
+        raise VLLMValidationError(
+            f"This model's maximum context length is {limit} tokens, and the session's history "
+            f"and your message take {len(ids)} of them. Begin a new session, or send less.",
+            parameter="messages",
+            value=len(ids),
+        )
+
+
 # --- building
 
 
@@ -274,7 +333,6 @@ def server_arguments(config: Config, model: str) -> list[str]:
     }
     if config.model.device == "cuda":
         arguments["--gpu-memory-utilization"] = str(engine.gpu_memory_utilization)
-        arguments["--weight-transfer-config"] = '{"backend": "ipc"}'
     flat = [part for pair in arguments.items() for part in pair]
     return [*flat, "--enforce-eager", "--disable-log-stats"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -18,12 +19,21 @@ from starlette.exceptions import HTTPException
 from online_sao.config import Config
 from online_sao.errors import NotFoundError, OnlineSAOError, StoreError
 from online_sao.service import names
-from online_sao.service.http import Edge, error_body
+from online_sao.service.http import Edge, error_body, session_key
+from online_sao.service.metrics import (
+    CONTENT_TYPE,
+    Metrics,
+    judge_samples,
+    learner_samples,
+    store_samples,
+)
 from online_sao.types import Preference, Rollout, RolloutState
 
 CONTROL_TIMEOUT_S = 10.0  # an actor that does not answer by then counts as down
 ROLLBACK_TIMEOUT_S = 150.0
 MAX_PAGE = 1000
+EXPOSED_HEADERS = ("X-Weight-Version", "X-Rollout-Recorded", "Retry-After")
+MAX_VERSION = 2**53  # what JSON and every database keep exactly
 
 
 class PreferenceBody(BaseModel):
@@ -46,9 +56,9 @@ class PauseBody(BaseModel):
     reason: str = Field("paused by the operator", max_length=1000)
 
 
-class RollbackBody(BaseModel):
+class VersionBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, le=MAX_VERSION)
 
 
 def build_app(endpoint: Any, config: Config) -> Any:
@@ -82,12 +92,27 @@ def build_app(endpoint: Any, config: Config) -> Any:
     ]
     init_exception_handler(app)
     judge = make_judge(config)
+    counters = Metrics()
 
     def learner() -> Any:
         return ray.get_actor(names.LEARNER, namespace=names.NAMESPACE)
 
     async def ask(call: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         return await asyncio.wait_for(call, timeout_s)
+
+    async def ask_or_none(actor: str) -> Any:
+        """The status of a named actor; None if it does not answer."""
+        try:
+            handle = ray.get_actor(actor, namespace=names.NAMESPACE)
+            return await ask(handle.status.remote())
+        except (ValueError, TimeoutError, ray.exceptions.RayError):
+            return None
+
+    def stored_counts() -> tuple[Any, Any]:
+        try:
+            return endpoint.store.counts(), endpoint.store.reason_counts()
+        except StoreError:
+            return None, None
 
     # --- errors in OpenAI's shape
 
@@ -135,8 +160,8 @@ def build_app(endpoint: Any, config: Config) -> Any:
             status = await ask(learner().status.remote())
         except (ValueError, TimeoutError, ray.exceptions.RayError):
             return learner_down()
-        version, _ = await ask(
-            ray.get_actor(names.BOARD, namespace=names.NAMESPACE).current.remote()
+        version = await ask(
+            ray.get_actor(names.BOARD, namespace=names.NAMESPACE).current_version.remote()
         )
         is_ready = status["state"] == "learning" and endpoint.weights_error is None
         body = {
@@ -148,6 +173,24 @@ def build_app(endpoint: Any, config: Config) -> Any:
             "error": status["error"] or endpoint.weights_error,
         }
         return JSONResponse(body, 200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text; never fails because a part is down."""
+        status, judging, stored = await asyncio.gather(
+            ask_or_none(names.LEARNER),
+            ask_or_none(names.REWARD_WORKER),
+            asyncio.to_thread(stored_counts),
+        )
+        samples = [
+            ("online_sao_replica_version", {}, endpoint.engine.weight_version),
+            ("online_sao_unrecorded", {}, endpoint.num_unrecorded),
+            ("online_sao_ongoing", {}, edge.ongoing),
+            *learner_samples(status),
+            *judge_samples(judging),
+            *store_samples(*stored),
+        ]
+        return Response(counters.render(samples), media_type=CONTENT_TYPE)
 
     # --- preference
 
@@ -174,7 +217,7 @@ def build_app(endpoint: Any, config: Config) -> Any:
 
     @app.get("/v1/rollouts")
     async def list_rollouts(
-        after: Annotated[int | None, Query(ge=0)] = None,
+        after: Annotated[int | None, Query(ge=0, le=MAX_VERSION)] = None,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
         state: RolloutState | None = None,
     ) -> JSONResponse:
@@ -216,6 +259,18 @@ def build_app(endpoint: Any, config: Config) -> Any:
             return JSONResponse({"trained": True})
         return JSONResponse({"trained": False, "reason": reason}, 202)
 
+    # --- sessions
+
+    @app.post("/v1/sessions/{id:path}/close")
+    async def close_session(id: str, request: Request) -> JSONResponse:
+        """No turn follows; with credit = session its turns are learned from now."""
+        key = session_key(id, request.headers.get("authorization", ""))
+        assert key is not None
+        session = await asyncio.to_thread(endpoint.store.close_session, key)
+        with contextlib.suppress(ValueError):  # it looks into the store by itself
+            learner().wake.remote()
+        return JSONResponse({"id": id, "closed": True, "turns": session.num_turns})
+
     # --- learning
 
     @app.get("/v1/learning")
@@ -243,6 +298,7 @@ def build_app(endpoint: Any, config: Config) -> Any:
                 "unrecorded": endpoint.num_unrecorded,
                 "metrics": status.get("metrics", {}),
                 "pretraining": status.get("pretraining", {}),
+                "guards": status.get("guards", {}),
             }
         )
 
@@ -261,20 +317,67 @@ def build_app(endpoint: Any, config: Config) -> Any:
         await ask(learner().resume.remote())
         return JSONResponse({"paused": False})
 
+    async def retained() -> list[int]:
+        found = await asyncio.to_thread(endpoint.store.retained_versions)
+        return [version.version for version in found]
+
+    async def refused(message: str) -> JSONResponse:
+        body = error_body(409, message, "conflict_error")
+        body["error"]["retained"] = await retained()
+        return JSONResponse(body, 409)
+
     @app.post("/v1/learning/rollback")
-    async def rollback(body: RollbackBody) -> JSONResponse:
+    async def rollback(body: VersionBody) -> JSONResponse:
         try:
             made = await ask(learner().rollback.remote(body.version), ROLLBACK_TIMEOUT_S)
         except ray.exceptions.RayTaskError as error:
             # The learner says which versions it could go back to.
             cause = error.cause if isinstance(error.cause, OnlineSAOError) else error
-            return JSONResponse(error_body(409, str(cause), "conflict_error"), 409)
+            return await refused(str(cause))
         return JSONResponse({"version": made, "from_version": body.version})
+
+    @app.post("/v1/learning/checkpoint")
+    async def checkpoint() -> JSONResponse:
+        """Keep the current version: it can then be exported, pinned, and gone back to."""
+        try:
+            version = await ask(learner().checkpoint.remote(), ROLLBACK_TIMEOUT_S)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, OnlineSAOError) else error
+            return await refused(str(cause))
+        return JSONResponse({"version": version})
+
+    @app.post("/v1/learning/pin")
+    async def pin(body: VersionBody) -> JSONResponse:
+        """The checkpoint of a pinned version is never deleted."""
+        if body.version in await retained():
+            await asyncio.to_thread(endpoint.store.pin, body.version)
+            # The learner may have deleted it in between; what is pinned now stays.
+            if body.version in await retained():
+                return JSONResponse({"version": body.version, "pinned": True})
+            await asyncio.to_thread(endpoint.store.pin, body.version, False)
+        return await refused(f"Version {body.version} has no retained checkpoint to pin.")
+
+    @app.post("/v1/learning/unpin")
+    async def unpin(body: VersionBody) -> JSONResponse:
+        await asyncio.to_thread(endpoint.store.pin, body.version, False)
+        return JSONResponse({"version": body.version, "pinned": False})
 
     def make_context(**fields: Any) -> RequestContext:
         return RequestContext(**fields, store_ok=not endpoint.store_failed)
 
-    return Edge(app, config.service, make_context)
+    edge = Edge(app, config.service, make_context, counters.count_request)
+    if not config.service.cors_origins:
+        return edge
+    from starlette.middleware.cors import CORSMiddleware
+
+    # Outside the edge: a browser's preflight carries no key.
+    return CORSMiddleware(
+        edge,
+        allow_origins=config.service.cors_origins,
+        allow_methods=["GET", "POST", "PUT", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=EXPOSED_HEADERS,
+    )
 
 
 def _preference_json(preference: Preference | None) -> dict[str, Any]:
@@ -299,6 +402,9 @@ def _rollout_json(store: Any, rollout: Rollout) -> dict[str, Any]:
             "purpose": rollout.purpose,
             "created_at": rollout.created_at,
             "session_id": rollout.session_id,
+            "trajectory_id": rollout.trajectory_id,
+            "turn": rollout.turn,
+            "new_trajectory": rollout.new_trajectory,
             "run_id": rollout.run_id,
             "preference": None
             if rollout.preference is None

@@ -14,7 +14,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 1
+# Raised together with a new revision in migrations/versions (docs/operations.md, "Upgrade").
+SCHEMA_VERSION = 3
 
 metadata = sa.MetaData()
 
@@ -181,6 +182,13 @@ sa.Index(
     sqlite_where=rollouts.c.purpose == sa.literal_column("'pretraining'"),
     postgresql_where=rollouts.c.purpose == sa.literal_column("'pretraining'"),
 )
+sa.Index(
+    "ix_rollouts_probe",
+    rollouts.c.state,
+    rollouts.c.seq,
+    sqlite_where=rollouts.c.purpose == sa.literal_column("'probe'"),
+    postgresql_where=rollouts.c.purpose == sa.literal_column("'probe'"),
+)
 
 
 def _rollout_key() -> sa.Column[int]:
@@ -219,6 +227,37 @@ rollout_tokens = sa.Table(
     sa.Column("values", sa.LargeBinary),
     sa.Column("advantages", sa.LargeBinary),
     sa.Column("importance_ratios", sa.LargeBinary),
+)
+
+# Conversations. One without `closed_at` is open.
+sessions = sa.Table(
+    "sessions",
+    metadata,
+    sa.Column("id", CleanText, primary_key=True),
+    sa.Column("opened_at", UtcTime, nullable=False),
+    sa.Column("active_at", UtcTime, nullable=False),
+    sa.Column("closed_at", UtcTime),
+    sa.Column("close_reason", sa.String(16)),
+)
+sa.Index(
+    "ix_sessions_open",
+    sessions.c.active_at,
+    sqlite_where=sessions.c.closed_at.is_(None),
+    postgresql_where=sessions.c.closed_at.is_(None),
+)
+
+# Where a rollout of a session stands. Rollouts of one trajectory continue one another's tokens.
+turns = sa.Table(
+    "turns",
+    metadata,
+    _rollout_key(),
+    sa.Column("session_id", CleanText, nullable=False, index=True),
+    sa.Column("trajectory_seq", sa.BigInteger, nullable=False),  # seq of its first rollout
+    sa.Column("trajectory_id", sa.Text, nullable=False),  # id of its first rollout
+    sa.Column("turn", sa.Integer, nullable=False),
+    sa.Column("parent_id", sa.Text),
+    sa.Column("new_trajectory", CleanText),
+    sa.Index("ix_turns_trajectory", "trajectory_seq", "turn"),
 )
 
 # Every feedback, and every verdict that came too late to be used.

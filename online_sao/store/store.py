@@ -35,6 +35,7 @@ from online_sao.store.database import is_conflict, make_engine, parse_url, place
 from online_sao.store.models import (
     COUNTERS,
     SCHEMA_VERSION,
+    clean_text,
     counters,
     events,
     feedback,
@@ -43,6 +44,8 @@ from online_sao.store.models import (
     rollout_tokens,
     rollouts,
     runs,
+    sessions,
+    turns,
     versions,
 )
 from online_sao.types import (
@@ -55,6 +58,7 @@ from online_sao.types import (
     Rollout,
     RolloutState,
     Run,
+    Session,
     StoredVerdict,
     WeightSpan,
     WeightVersion,
@@ -160,7 +164,9 @@ class RolloutStore:
     def add(self, rollout: Rollout) -> Rollout:
         """Record a rollout and return it as stored; one already known is returned unchanged.
 
-        `seq`, `created_at`, `run_id` and `preference` are filled in where they are None.
+        `seq`, `created_at`, `run_id` and `preference` are filled in where they are None. One
+        with a `session_id` is put in its place among the turns of that session: it goes on
+        with the trajectory of its `parent_id` where it can, or begins one, with the reason.
         """
         _check_new(rollout)
 
@@ -186,6 +192,8 @@ class RolloutStore:
             conn.execute(rollouts.insert().values(**_short_columns(new)))
             conn.execute(rollout_details.insert().values(**_detail_columns(new)))
             conn.execute(rollout_tokens.insert().values(**_token_columns(new)))
+            if new.session_id is not None:
+                new = _place_turn(conn, new)
             _set_counter(conn, "rollouts", seq)
             return new
 
@@ -268,6 +276,53 @@ class RolloutStore:
             return load_rollouts(conn, list(seqs), with_tokens=False)
 
         return self._read(work)
+
+    # ---- sessions
+
+    def session_turns(self, session_id: str, limit: int) -> Listing[Rollout]:
+        """The newest `limit` rollouts of a session, newest first, without tokens."""
+        return self.list(session_id=session_id, newest_first=True, limit=limit)
+
+    def session(self, session_id: str) -> Session:
+        """NotFoundError if no rollout of that session is kept."""
+
+        def work(conn: Connection) -> Session:
+            row = conn.execute(sessions.select().where(sessions.c.id == session_id)).one_or_none()
+            if row is None:
+                raise NotFoundError(f"There is no session '{session_id}'.")
+            count = sa.select(sa.func.count()).where(turns.c.session_id == session_id)
+            return Session(**row._mapping, num_turns=conn.execute(count).scalar_one())
+
+        return self._read(work)
+
+    def close_session(self, session_id: str) -> Session:
+        """Close a session; one that is closed stays as it is. NotFoundError if there is none."""
+
+        def work(conn: Connection) -> None:
+            conn.execute(
+                sessions.update()
+                .where(sessions.c.id == session_id, sessions.c.closed_at.is_(None))
+                .values(closed_at=_now(), close_reason="client")
+            )
+
+        self._write(work)
+        return self.session(session_id)
+
+    def close_idle_sessions(self, idle_s: float) -> int:
+        """Close the sessions without a turn for `idle_s` seconds; returns how many."""
+        now = _now()
+        c = sessions.c
+        idle = (c.closed_at.is_(None), c.active_at < now - timedelta(seconds=idle_s))
+        query = sa.select(c.id).where(*idle).limit(1)
+        if self._read(lambda conn: conn.execute(query).first()) is None:
+            return 0  # without taking the writer's lock
+        return self._write(
+            lambda conn: (
+                conn.execute(
+                    sessions.update().where(*idle).values(closed_at=now, close_reason="idle")
+                ).rowcount
+            )
+        )
 
     # ---- rewards
 
@@ -356,31 +411,15 @@ class RolloutStore:
         `max_claims` times by learners that died over it (excluded: poison). Answers to
         clients only.
         """
-        left = sa.select(versions.c.version).where(versions.c.abandoned == sa.true())
 
         def work(conn: Connection) -> Listing[Rollout]:
             _check_epoch(conn, epoch)
             c = rollouts.c
-            ready = (c.state == S.REWARDED, c.purpose == Purpose.SERVE)
-            aside: list[tuple[sa.ColumnElement[bool], RolloutState, str]] = [
-                (current_version - c.weight_version_start > max_policy_lag, S.STALE, "policy_lag"),
-                (
-                    c.weight_version_start.in_(left) | c.weight_version_end.in_(left),
-                    S.STALE,
-                    "rolled_back",
-                ),
-                (c.num_claims >= max_claims, S.EXCLUDED, "poison"),
-            ]
-            if run_id is not None:
-                aside.append((c.run_id != run_id, S.STALE, "other_run"))
-            for condition, state, reason in aside:
-                conn.execute(
-                    rollouts.update().where(*ready, condition).values(state=state, reason=reason)
-                )
+            _set_unfit_aside(conn, current_version, max_policy_lag, max_claims, run_id)
             seqs = (
                 conn.execute(
                     sa.select(c.seq)
-                    .where(*ready)
+                    .where(*_READY)
                     .order_by(c.seq.desc() if order == "newest" else c.seq)
                     .limit(limit)
                     .with_for_update()
@@ -388,22 +427,65 @@ class RolloutStore:
                 .scalars()
                 .all()
             )
-            for part in _chunks(seqs):
-                conn.execute(
-                    rollouts.update()
-                    .where(c.seq.in_(part), c.state == S.REWARDED)
-                    .values(state=S.CLAIMED, claimed_epoch=epoch, num_claims=c.num_claims + 1)
-                )
+            _take(conn, seqs, epoch)
             return load_rollouts(conn, seqs, with_tokens=True)
+
+        return self._write(work)
+
+    def claim_trajectories(
+        self,
+        *,
+        epoch: int,
+        limit: int,
+        order: Literal["oldest", "newest"] = "oldest",
+        current_version: int,
+        max_policy_lag: int,
+        max_claims: int,
+        run_id: str | None,
+        reward_wait_s: float,
+    ) -> Listing[Listing[Rollout]]:
+        """As `claim`, for up to `limit` whole trajectories, each in the order of its turns.
+
+        A trajectory is ready when its session is closed and none of its turns still waits for
+        a verdict, or `reward_wait_s` have passed since. Turns without a reward, and those set
+        aside, are not among those returned: they are what the later ones' prompts hold. A
+        rollout without a session is a trajectory of its own.
+        """
+
+        def work(conn: Connection) -> Listing[Listing[Rollout]]:
+            _check_epoch(conn, epoch)
+            _set_unfit_aside(conn, current_version, max_policy_lag, max_claims, run_id)
+            ready = _ready_trajectories(reward_wait_s).subquery()
+            newest_first = order == "newest"
+            units = conn.execute(
+                sa.select(ready.c.unit)
+                .order_by(ready.c.newest.desc() if newest_first else ready.c.newest)
+                .limit(limit)
+            ).scalars()
+            found = []
+            for unit in units:
+                query = (
+                    sa.select(rollouts.c.seq)
+                    .select_from(_ROLLOUTS_AND_TURNS)
+                    .where(*_READY, unit == _UNIT)
+                    .order_by(rollouts.c.seq)
+                )
+                seqs = conn.execute(query).scalars().all()
+                _take(conn, seqs, epoch)
+                found.append(load_rollouts(conn, seqs, with_tokens=True))
+            return found
 
         return self._write(work)
 
     def num_rewarded(self, run_id: str) -> int:
         """Rollouts of `run_id` that wait for `claim`."""
-        c = rollouts.c
-        query = sa.select(sa.func.count()).where(
-            c.state == S.REWARDED, c.purpose == Purpose.SERVE, c.run_id == run_id
-        )
+        query = sa.select(sa.func.count()).where(*_READY, rollouts.c.run_id == run_id)
+        return int(self._read(lambda conn: conn.execute(query).scalar_one()))
+
+    def num_ready_trajectories(self, run_id: str, reward_wait_s: float) -> int:
+        """Trajectories of `run_id` that wait for `claim_trajectories`."""
+        ready = _ready_trajectories(reward_wait_s, rollouts.c.run_id == run_id).subquery()
+        query = sa.select(sa.func.count()).select_from(ready)
         return int(self._read(lambda conn: conn.execute(query).scalar_one()))
 
     def release(self, ids: Sequence[str], epoch: int) -> int:
@@ -588,6 +670,12 @@ class RolloutStore:
             query = query.where(versions.c.run_id == run_id)
         return [_version(row) for row in self._read(lambda conn: conn.execute(query).all())]
 
+    def retained_versions(self) -> Listing[WeightVersion]:
+        """Versions with a checkpoint, newest first."""
+        query = versions.select().where(versions.c.checkpoint.isnot(None))
+        query = query.order_by(versions.c.version.desc())
+        return [_version(row) for row in self._read(lambda conn: conn.execute(query).all())]
+
     def get_version(self, version: int) -> WeightVersion:
         """NotFoundError if there is none of that number."""
         row = self._read(
@@ -665,15 +753,20 @@ class RolloutStore:
         """How many rollouts are in each state, zeros included."""
         c = rollouts.c
         query = sa.select(c.state, sa.func.count()).group_by(c.state)
-        ours = query.where(c.purpose == sa.literal_column(f"'{Purpose.PRETRAINING}'"))
+        # Clients' are counted as all but ours: only ours have an index by purpose.
+        ours = {
+            own: query.where(c.purpose == sa.literal_column(f"'{own}'"))
+            for own in (Purpose.PRETRAINING, Purpose.PROBE)
+            if purpose in (own, Purpose.SERVE)
+        }
 
         def work(conn: Connection) -> dict[RolloutState, int]:
             every = dict.fromkeys(S, 0)
-            if purpose is not Purpose.PRETRAINING:
+            if purpose in (None, Purpose.SERVE):
                 every |= {S(state): number for state, number in conn.execute(query)}
-            if purpose is not None:
-                sign = -1 if purpose is Purpose.SERVE else 1
-                for state, number in conn.execute(ours):
+            sign = -1 if purpose is Purpose.SERVE else 1
+            for own in ours.values():
+                for state, number in conn.execute(own):
                     every[S(state)] += sign * number
             return every
 
@@ -801,11 +894,12 @@ class RolloutStore:
                     f"The database at {self._place} has a table 'counters' that is not this "
                     "program's; give the store a database of its own."
                 )
-            if found > SCHEMA_VERSION:
-                raise StoreError(
-                    f"The store at {self._place} has schema {found}, but this version of "
-                    f"online_sao knows schemas up to {SCHEMA_VERSION}; upgrade online_sao."
-                )
+            if found != SCHEMA_VERSION:
+                # Never in passing: other processes may be using the old schema right now.
+                from online_sao.store.migration import newer_schema, older_schema
+
+                wrong = newer_schema if found > SCHEMA_VERSION else older_schema
+                raise StoreError(wrong(self._place, found))
 
         def known(conn: Connection) -> bool:
             if not sa.inspect(conn).has_table(counters.name):
@@ -824,7 +918,127 @@ class RolloutStore:
 _rollouts = rollouts  # finish_update has a parameter of that name
 
 
+# Rewarded, and asked for by a client: what a learner may claim.
+_READY = (rollouts.c.state == S.REWARDED, rollouts.c.purpose == Purpose.SERVE)
+_ROLLOUTS_AND_TURNS = rollouts.outerjoin(turns, turns.c.seq == rollouts.c.seq)
+_UNIT = sa.func.coalesce(turns.c.trajectory_seq, rollouts.c.seq)
+
+
 # ---- pieces of transactions
+
+
+def _set_unfit_aside(
+    conn: Connection,
+    current_version: int,
+    max_policy_lag: int,
+    max_claims: int,
+    run_id: str | None,
+) -> None:
+    """Move what waits for a learner and must not be learned from; see RolloutStore.claim."""
+    c = rollouts.c
+    left = sa.select(versions.c.version).where(versions.c.abandoned == sa.true())
+    aside: list[tuple[sa.ColumnElement[bool], RolloutState, str]] = [
+        (current_version - c.weight_version_start > max_policy_lag, S.STALE, "policy_lag"),
+        (
+            c.weight_version_start.in_(left) | c.weight_version_end.in_(left),
+            S.STALE,
+            "rolled_back",
+        ),
+        (c.num_claims >= max_claims, S.EXCLUDED, "poison"),
+    ]
+    if run_id is not None:
+        aside.append((c.run_id != run_id, S.STALE, "other_run"))
+    for condition, state, reason in aside:
+        conn.execute(rollouts.update().where(*_READY, condition).values(state=state, reason=reason))
+
+
+def _take(conn: Connection, seqs: Sequence[int], epoch: int) -> None:
+    c = rollouts.c
+    for part in _chunks(seqs):
+        conn.execute(
+            rollouts.update()
+            .where(c.seq.in_(part), c.state == S.REWARDED)
+            .values(state=S.CLAIMED, claimed_epoch=epoch, num_claims=c.num_claims + 1)
+        )
+
+
+def _ready_trajectories(reward_wait_s: float, *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    """(unit, newest): trajectories that are ready, and the newest seq of each."""
+    waited_until = _now() - timedelta(seconds=reward_wait_s)
+    other, other_turn = rollouts.alias(), turns.alias()
+    unfinished = (
+        sa.select(other.c.seq)
+        .join(other_turn, other_turn.c.seq == other.c.seq)
+        .where(
+            other_turn.c.trajectory_seq == turns.c.trajectory_seq,
+            (other.c.state == S.CLAIMED)
+            | ((other.c.state == S.PENDING) & (sessions.c.closed_at > waited_until)),
+        )
+    )
+    # A session whose row is gone (by age) is closed.
+    is_over = sessions.c.id.is_(None) | sessions.c.closed_at.isnot(None)
+    return (
+        sa.select(_UNIT.label("unit"), sa.func.max(rollouts.c.seq).label("newest"))
+        .select_from(_ROLLOUTS_AND_TURNS.outerjoin(sessions, sessions.c.id == turns.c.session_id))
+        .where(*_READY, *where, turns.c.seq.is_(None) | (is_over & ~unfinished.exists()))
+        .group_by(_UNIT)
+    )
+
+
+def _place_turn(conn: Connection, rollout: Rollout) -> Rollout:
+    """Record which trajectory a session's new rollout belongs to; its session is open now."""
+    assert rollout.session_id is not None
+    known = conn.execute(
+        sa.select(sessions.c.closed_at).where(sessions.c.id == rollout.session_id).with_for_update()
+    ).one_or_none()
+    if known is None:
+        conn.execute(
+            sessions.insert().values(
+                id=rollout.session_id, opened_at=rollout.created_at, active_at=rollout.created_at
+            )
+        )
+    else:
+        conn.execute(
+            sessions.update()
+            .where(sessions.c.id == rollout.session_id)
+            .values(active_at=rollout.created_at, closed_at=None, close_reason=None)
+        )
+    reason = rollout.new_trajectory
+    place = {"trajectory_seq": rollout.seq, "trajectory_id": rollout.id, "turn": 0}
+    if rollout.parent_id is not None:
+        c = turns.c
+        before = conn.execute(
+            sa.select(c.trajectory_seq, c.trajectory_id, c.turn)
+            .join(rollouts, rollouts.c.seq == c.seq)
+            .where(rollouts.c.id == rollout.parent_id)
+        ).one_or_none()
+        if before is None:
+            reason = "parent_deleted"
+        elif known is not None and known.closed_at is not None:
+            reason = "session_closed"  # its turns may have been learned from as a whole
+        else:
+            last = conn.execute(
+                sa.select(sa.func.max(c.turn)).where(c.trajectory_seq == before.trajectory_seq)
+            ).scalar_one()
+            if before.turn == last:
+                place = {**before._mapping, "turn": last + 1}
+            else:
+                reason = "branched"
+    conn.execute(
+        turns.insert().values(
+            seq=rollout.seq,
+            session_id=rollout.session_id,
+            parent_id=rollout.parent_id,
+            new_trajectory=reason,
+            **place,
+        )
+    )
+    return replace(
+        rollout,
+        new_trajectory=reason,
+        trajectory_id=str(place["trajectory_id"]),
+        turn=int(place["turn"] or 0),
+    )
 
 
 def _now() -> datetime:
@@ -864,16 +1078,23 @@ def _check_epoch(conn: Connection, epoch: int) -> None:
 
 def _seqs(conn: Connection, ids: Sequence[str]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for part in _chunks(ids):
+    for part in _chunks([id for id in ids if _may_be_id(id)]):
         rows = conn.execute(sa.select(rollouts.c.id, rollouts.c.seq).where(rollouts.c.id.in_(part)))
         found.update((row.id, row.seq) for row in rows)
     for id in ids:
         if id not in found:
-            raise NotFoundError(f"There is no rollout '{id}'.")
+            raise NotFoundError(f"There is no rollout '{clean_text(id)}'.")
     return found
 
 
+def _may_be_id(text: str) -> bool:
+    """Whether a database could hold it: none takes NUL or lone surrogates."""
+    return clean_text(text) == text
+
+
 def _lock_one(conn: Connection, id: str) -> sa.Row[Any]:
+    if not _may_be_id(id):
+        raise NotFoundError(f"There is no rollout {clean_text(id)!r}.")
     row = conn.execute(rollouts.select().where(rollouts.c.id == id).with_for_update()).one_or_none()
     if row is None:
         raise NotFoundError(f"There is no rollout '{id}'.")
@@ -980,6 +1201,12 @@ def _delete_texts(conn: Connection, seqs: Sequence[int]) -> None:
             )
         )
         conn.execute(rollout_tokens.delete().where(rollout_tokens.c.seq.in_(part)))
+        named = sa.select(turns.c.session_id).where(turns.c.seq.in_(part))
+        session_ids = conn.execute(named.distinct()).scalars().all()
+        conn.execute(turns.delete().where(turns.c.seq.in_(part)))
+        left = sa.select(turns.c.seq).where(turns.c.session_id == sessions.c.id)
+        for ids in _chunks(session_ids):  # an id may name a person
+            conn.execute(sessions.delete().where(sessions.c.id.in_(ids), ~left.exists()))
         conn.execute(feedback.update().where(feedback.c.seq.in_(part)).values(comment=None))
 
 
@@ -1156,10 +1383,14 @@ def _token_columns(rollout: Rollout) -> dict[str, Any]:
     }
 
 
+_TURN_COLUMNS = ("trajectory_id", "turn", "parent_id", "new_trajectory")
+
+
 def load_rollouts(conn: Connection, seqs: Sequence[int], *, with_tokens: bool) -> list[Rollout]:
     """The rollouts of `seqs`, in that order."""
-    source = rollouts.join(rollout_details)
+    source = rollouts.join(rollout_details).outerjoin(turns, turns.c.seq == rollouts.c.seq)
     columns = [*rollouts.c, *(c for c in rollout_details.c if c.name != "seq")]
+    columns += [c for c in turns.c if c.name in _TURN_COLUMNS]
     if with_tokens:
         source = source.outerjoin(rollout_tokens, rollout_tokens.c.seq == rollouts.c.seq)
         columns += [c for c in rollout_tokens.c if c.name != "seq"]
@@ -1191,6 +1422,10 @@ def _rollout(row: Any, with_tokens: bool) -> Rollout:
         judge_state=JudgeState(row["judge_state"]),
         purpose=Purpose(row["purpose"]),
         session_id=row["session_id"],
+        parent_id=row["parent_id"],
+        new_trajectory=row["new_trajectory"],
+        trajectory_id=row["trajectory_id"],
+        turn=row["turn"],
         run_id=row["run_id"],
         preference=_kept_preference(row["preference"]),
         verdict=None

@@ -50,6 +50,8 @@ def test_every_other_setting_of_this_vllm_excludes():
         ({"response_format": {"type": "json_object"}}, "request:response_format"),
         ({"echo": True}, "request:echo"),
         ({"echo": False}, None),
+        ({"use_beam_search": True}, "request:use_beam_search"),
+        ({"kv_transfer_params": {"prompt_token_ids": [1]}}, "request:kv_transfer_params"),
     ],
 )
 def test_request_exclusion(body, reason):

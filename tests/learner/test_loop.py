@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from learning import SETTINGS, changed, everything, make_rollout
+from learning import SETTINGS, changed, everything, make_rollout, next_turn
 
 from online_sao.config import Config, preset_settings
 from online_sao.errors import (
@@ -252,7 +252,8 @@ class TestLearning:
         bench.add("a", "b")
         with running(loop):
             time.sleep(0.2)
-            assert bench.states() == {"a": S.REWARDED, "b": S.REWARDED}
+            # a look at what waits claims it for a moment
+            until(lambda: bench.states() == {"a": S.REWARDED, "b": S.REWARDED})
             bench.add("c")
             bench.drained()
         trained = bench.store.get_many(["a", "b", "c"])
@@ -578,6 +579,50 @@ class TestCheckpoints:
         kept = [v for v, _ in checkpoint.list_checkpoints(bench.checkpoints)]
         assert kept == [5, 2]
 
+    def test_old_ones_make_room_down_to_the_newest_and_the_pinned(self, bench, monkeypatch):
+        settings = {"checkpoint_keep": 10, "checkpoint_min_free_gib": 0}
+        loop = bench.loop(checkpoint_every=1, **settings)
+        loop.start()
+        bench.add("a", "b", "c", "d")
+        with running(loop):
+            bench.drained()
+        bench.store.pin(2)
+        usage = checkpoint.shutil.disk_usage("/")
+        need = checkpoint.checkpoint_bytes(loop.learner)
+
+        def free(_):
+            """Room for one more once two have gone."""
+            held = len(checkpoint.list_checkpoints(bench.checkpoints))
+            return usage._replace(free=int((4.1 - held) * need))
+
+        monkeypatch.setattr(checkpoint.shutil, "disk_usage", free)
+        again = bench.loop(**settings)
+        again.start()
+        with running(again):
+            made = again.request_checkpoint().result(WAIT_S)
+        assert not bench.errors()
+        held = [version for version, _ in checkpoint.list_checkpoints(bench.checkpoints)]
+        assert held == [made, 4, 2]
+        assert [v.version for v in bench.store.retained_versions()] == [made, 4, 2]
+
+    def test_one_on_request(self, bench):
+        loop = bench.loop()
+        loop.start()
+        with running(loop):
+            assert loop.request_checkpoint().result(WAIT_S) == 0
+        assert [v.version for v in bench.store.retained_versions()] == [0]
+        with pytest.raises(LearnerError, match="has ended"):
+            loop.request_checkpoint().result(WAIT_S)
+
+    def test_what_a_crash_deleted_without_a_word_is_not_offered(self, bench):
+        loop = bench.loop()
+        loop.start()
+        bench.learn(loop, "a")
+        (kept,) = bench.store.retained_versions()
+        checkpoint.shutil.rmtree(kept.checkpoint)
+        bench.loop().start()
+        assert bench.store.retained_versions() == []
+
     def test_a_full_disk_does_not_stop_learning(self, bench, monkeypatch):
         usage = checkpoint.shutil.disk_usage("/")
         monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=1000))
@@ -587,6 +632,95 @@ class TestCheckpoints:
         assert bench.states() == {"a": S.TRAINED, "b": S.TRAINED}
         assert list(bench.checkpoints.iterdir()) == []
         assert "learning goes on without it" in bench.errors()[0]
+
+
+class TestSessions:
+    """Two turns: prompt, action, observation, action; and a rollout of no session."""
+
+    def turns(self, bench, session="s", prefix=""):
+        first = make_rollout(f"{prefix}t0", tokens=[60, 61, 2], reward=0.5, session_id=session)
+        second = next_turn(
+            first,
+            f"{prefix}t1",
+            [70, 71],
+            [62, 2],
+            reward=1.0,
+            session_id=session,
+            parent_id=first.id,
+        )
+        for rollout in (first, second):
+            bench.store.add(rollout)
+
+    def test_credit_by_turn_learns_from_each_as_it_comes(self, bench):
+        loop = bench.loop()
+        loop.start()
+        self.turns(bench)
+        with running(loop):
+            bench.drained()
+        first, second = bench.store.get_many(["t0", "t1"])
+        assert (first.trained_version, second.trained_version) == (1, 2)
+        one, two = bench.store.versions()[-2::-1]
+        assert [v.metrics["rollout/num_action_tokens"] for v in (one, two)] == [3, 2]
+        assert [v.metrics["rollout/reward"] for v in (one, two)] == [0.5, 1.0]
+
+    def test_credit_by_session_waits_for_its_end_and_makes_one_update(self, bench):
+        bench.changes = {"credit": "session"}
+        loop = bench.loop()
+        loop.start()
+        self.turns(bench)
+        bench.add("alone")
+        with running(loop):
+            until(lambda: bench.states()["alone"] is S.TRAINED)
+            assert bench.states()["t0"] is bench.states()["t1"] is S.REWARDED
+            bench.store.close_session("s")
+            bench.drained()
+        first, second = bench.store.get_many(["t0", "t1"])
+        assert first.trained_version == second.trained_version == 2
+        made = bench.store.get_version(2).metrics
+        assert (made["rollout/num_action_tokens"], made["rollout/reward"]) == (5, 1.5)
+        assert made["rollout/num_trajectories"] == 1
+        # One recursion across both: the observation is stepped over, the reward of the first
+        # turn sits on its own last token.
+        lam = 1 - 1 / (1.5 * 5)
+        last, (v0, v1) = first.values[-1], second.values
+        a1 = 1.0 - v1
+        a0 = v1 - v0 + lam * a1
+        assert second.advantages.tolist() == pytest.approx([a0, a1], rel=1e-5)
+        assert first.advantages[-1] == pytest.approx(0.5 + v0 - last + lam * a0, rel=1e-5)
+        assert first.values.shape == (3,)
+
+    def test_an_update_of_several_sessions(self, bench):
+        bench.changes = {"credit": "session", "rollouts_per_update": 2}
+        loop = bench.loop()
+        loop.start()
+        self.turns(bench, "x", "x")
+        bench.store.close_session("x")
+        with running(loop):
+            until(lambda: loop.status().num_updates == 0 and loop._held == [])
+            self.turns(bench, "y", "y")
+            bench.store.close_session("y")
+            bench.drained()
+        assert {r.trained_version for r in bench.store.list()} == {1}
+        assert {r.num_claims for r in bench.store.list()} == {1}
+
+    def test_a_crash_in_its_update_loses_no_turn(self, bench):
+        bench.changes = {"credit": "session"}
+        loop = bench.loop()
+        loop.start()
+
+        def die(*_, **__):
+            raise Crash
+
+        loop.learner.update = die
+        self.turns(bench)
+        bench.store.close_session("s")
+        with running(loop, ends_with=Crash):
+            pass
+        assert set(bench.states().values()) == {S.CLAIMED}
+        again = bench.loop()
+        again.start()
+        bench.learn(again)
+        assert {r.trained_version for r in bench.store.list()} == {again.version}
 
 
 class TestResume:

@@ -608,8 +608,16 @@ FAULTS: list[Fault] = [
         "TestPublishing",
         (
             "every update published",
-            "return time.monotonic() >= self._next_publish",
-            "return True",
+            "if time.monotonic() < self._next_publish:",
+            "if False:",
+        ),
+    ),
+    *_loop(
+        "TestSessions",
+        (
+            "a session's turns learned from one by one",
+            'if config.credit == "session":\n            return self._store.claim_trajectories(',
+            'if config.credit == "nothing":\n            return self._store.claim_trajectories(',
         ),
     ),
     *_loop(

@@ -254,6 +254,68 @@ def test_many_at_once_lose_nothing(endpoint):
     assert {endpoint.settled(id, 120)["state"] for id in ids} == {"trained"}
 
 
+def test_versions_are_kept_pinned_and_gone_back_to(endpoint):
+    kept = endpoint.post("/v1/learning/checkpoint")
+    assert kept.status_code == 200, kept.text
+    version = kept.json()["version"]
+    assert version == endpoint.get("/v1/learning").json()["weight_version"]
+    assert endpoint.post("/v1/learning/pin", {"version": version}).json()["pinned"] is True
+    shown = endpoint.get("/v1/learning/versions").json()["data"]
+    assert [v["version"] for v in shown if v["pinned"]] == [version]
+    # what is not retained can be neither pinned nor gone back to, and the answer says what can
+    for path in ("pin", "rollback"):
+        refused = endpoint.post(f"/v1/learning/{path}", {"version": 10**6})
+        assert refused.status_code == 409
+        assert version in refused.json()["error"]["retained"]
+    assert endpoint.post("/v1/learning/unpin", {"version": 10**6}).status_code == 404
+    id = endpoint.chat().json()["id"]
+    assert endpoint.settled(id)["trained_version"] > version
+    made = endpoint.post("/v1/learning/rollback", {"version": version})
+    assert made.status_code == 200, made.text
+    assert made.json()["from_version"] == version
+    after = endpoint.get(f"/v1/rollouts/{id}").json()
+    assert (after["state"], after["reason"]) == ("discarded", "rolled_back")
+    assert endpoint.post("/v1/learning/unpin", {"version": version}).json()["pinned"] is False
+
+
+def test_an_exported_version_answers_as_the_service_does(endpoint, tmp_path):
+    """Greedy, in plain transformers, from the folder that the command writes."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from online_sao.cli import main
+
+    version = endpoint.post("/v1/learning/checkpoint").json()["version"]
+    arguments = ["export", str(tmp_path / "out"), "--run-dir", str(endpoint.run_dir)]
+    assert main([*arguments, "--version", str(version)]) == 0
+    deadline = time.monotonic() + 20
+    while endpoint.get("/v1/learning").json()["serving_version"] != version:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    messages = [{"role": "user", "content": "Write about rain."}]
+    served = endpoint.chat(temperature=0, return_token_ids=True).json()["choices"][0]["token_ids"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        written = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    own = written[0, prompt["input_ids"].shape[1] :].tolist()
+    assert own == served
+    # and not as the model that it was made from
+    start = AutoModelForCausalLM.from_pretrained(endpoint.model, dtype=torch.float32)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    pairs = zip(start.parameters(), trained.parameters(), strict=True)
+    assert any(not torch.equal(before, after) for before, after in pairs)
+
+
+def test_too_many_choices_are_refused(endpoint):
+    answer = endpoint.chat(n=10**6)
+    assert answer.status_code == 400
+    assert "n must be at most" in answer.json()["error"]["message"]
+
+
 def test_deleting_removes_the_text(endpoint):
     id = endpoint.chat(headers={"X-Learning": "off"}).json()["id"]
     endpoint.settled(id)

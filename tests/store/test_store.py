@@ -58,7 +58,7 @@ def test_what_was_recorded_is_read_back_whole(kit, store):
     got = store.get("x")
     assert same(added, got)
     assert same(got, replace(given, seq=1, created_at=added.created_at, run_id="run",
-                             preference=kept))  # fmt: skip
+                             preference=kept, trajectory_id="x", turn=0))  # fmt: skip
     assert got.created_at.tzinfo is UTC
     assert abs(got.created_at - datetime.now(UTC)) < timedelta(seconds=60)
     assert (got.weight_version_start, got.weight_version_end) == (3, 4)
@@ -760,3 +760,10 @@ def test_a_time_without_a_zone_is_refused(kit, store):
     with pytest.raises(StoreError, match="time zone"):
         store.add(kit.rollout("x", created_at=datetime(2026, 1, 1)))
     assert store.list() == []
+
+
+@pytest.mark.parametrize("id", ["a\x00b", "\ud800", "\x00", "'; DROP TABLE rollouts; --"])
+def test_ids_that_no_database_takes_are_unknown(store, id):
+    for ask in (store.get, store.delete_text, lambda id: store.add_feedback(id, 1.0)):
+        with pytest.raises(NotFoundError, match="There is no rollout"):
+            ask(id)

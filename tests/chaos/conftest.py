@@ -1,0 +1,7 @@
+"""Makes `audit` here and `served` of the service's tests importable."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "service")]
