@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, tzinfo
+from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -22,22 +23,49 @@ import streamlit as st
 
 from dashboard import charts
 from dashboard.control import ControlError, ServiceClient
-from dashboard.headline import RECENT, advice, clock, headline, style_name
-from dashboard.metrics import GROUPS, Metric
-from dashboard.queries import Filters, StoreReader
+from dashboard.headline import (
+    FEWEST_UPDATES,
+    RECENT,
+    advice,
+    checks,
+    clock,
+    headline,
+    learning_word,
+    style_name,
+)
+from dashboard.metrics import GROUPS, OURS, RECENT_UPDATES, Bound, Metric, bounds
+from dashboard.queries import Filters, Kept, Phase, Situation, StoreReader
+from dashboard.runs import (
+    find_runs,
+    phases_of,
+    rolling_rewards,
+    runs_table,
+    same_phases,
+    style_shares,
+    styles_of,
+)
 from dashboard.tokens import find_tokenizer, load_pieces, shaded_html
 from online_sao.config import Config
-from online_sao.errors import NotFoundError, StoreError
+from online_sao.errors import NotFoundError, ScenarioError, StoreError
+from online_sao.scenario import Results, read_results
 from online_sao.types import Rollout, RolloutState
 
 REFRESH_S = 3
 PAGE_SIZE = 50
 RANGES = {"last 200": 200, "last 1,000": 1000, "last 10,000": 10_000, "all": None}
-# Streamlit greys out what is being refreshed, which flickers every few seconds.
+# Streamlit greys out what is being refreshed, which flickers every few seconds. Its captions,
+# chart texts, chosen values and primary buttons have too little contrast in one theme or the other.
 STYLE = """<style>
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
 [data-testid="stMetricValue"] { font-size: 1.5rem; }
 .stMainBlockContainer { padding-top: 2.5rem; padding-bottom: 3rem; }
+.stMainBlockContainer h1 { font-size: 1.6rem; padding: 0 0 0.4rem; }
+.stMainBlockContainer h2 { font-size: 1.2rem; padding: 0.6rem 0 0.5rem; }
+[data-testid="stCaptionContainer"], [data-testid="stCaptionContainer"] p {
+  color: inherit; opacity: 0.88; }
+[data-testid="stVegaLiteChart"] svg text { fill: currentColor !important; }
+[data-tag] { background: #6D5BD0 !important; }
+button[kind="primary"] { background: #6D5BD0; border-color: #6D5BD0; color: white; }
 </style>"""
 SHADES = {
     "advantage": ("advantages", 0.0),
@@ -54,17 +82,21 @@ def main() -> None:
     with st.container(
         horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"
     ):
-        st.markdown("### online_sao", width="content")
+        st.markdown("# online_sao", width="content")
+        st.caption(f"Times in {_zone()}", width="content")
         live = st.toggle(f"Refresh every {REFRESH_S} s", value=True, key="live", width="content")
     page = st.segmented_control(
         "Page",
-        list(PAGES),
+        [*list(PAGES)[:-1], RUNS, list(PAGES)[-1]],
         default=next(iter(PAGES)),
         required=True,
         key="page",
         bind="query-params",
         label_visibility="collapsed",
     )
+    if page == RUNS:
+        runs_page(options)
+        return
     try:
         reader = _reader(options.store)
         if not reader.is_there():
@@ -81,6 +113,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="streamlit run dashboard/app.py --", allow_abbrev=False)
     parser.add_argument("--store", default=os.environ.get("ONLINE_SAO_STORE_URL"))
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the service")
+    parser.add_argument("--runs", default="runs", help="folder of simulations' results")
     parser.add_argument("--tokenizer", help="tokenizer.json or its folder")
     options = parser.parse_known_args(sys.argv[1:])[0]
     options.store = options.store or Config().store_url
@@ -138,14 +171,25 @@ def live_page(reader: StoreReader, options: argparse.Namespace) -> None:
     box("  \n".join([f"**{sentence}**", *hints]), icon=":material/campaign:")
     phase = now.phase
     with st.container(horizontal=True):
-        _tile("Preferred style", style_name(phase.style) if phase else "none")
-        _tile(f"Reward, last {RECENT}", _number(now.reward_now, ".2f"))
+        since = f" since {clock(phase.started_at, zone)}" if phase else ""
+        _tile(f"Preferred{since}", style_name(phase.style) if phase else "none")
+        _tile(
+            f"Reward, last {RECENT}",
+            _number(now.reward_now, ".2f"),
+            "Mean reward (0 to 1) of the newest judged answers since the switch.",
+        )
         _tile(
             f"In that style, last {RECENT}",
             _number(now.preferred_share, ".0%"),
             "Share of answers in which the judge saw the preferred style.",
         )
-        _tile("Weight version", _number(now.version, ",d"))
+        _tile(
+            "Learning",
+            learning_word(now),
+            "Healthy: updates are made, the judge answers, and each figure under 'Is learning "
+            "healthy?' lies inside its bound.",
+        )
+        _tile("Weight version", _number(now.version, ",d"), "Updates made so far.")
         _tile(
             "Updates",
             f"{_number(now.updates_per_minute, '.0f')} / min"
@@ -160,9 +204,10 @@ def live_page(reader: StoreReader, options: argparse.Namespace) -> None:
         _tile("Service", "up" if answers else "down", options.url)
     if not now.num_rollouts:
         return
+    _is_it_healthy(now)
     span = _range("rollouts", key="live_range")
     last = now.num_rollouts
-    first = 1 if span is None else max(1, last - span + 1)
+    first = now.first_rollout if span is None else max(now.first_rollout, last - span + 1)
     phases = reader.phases()
     series = reader.series(first, last)
     if not len(series.marks):
@@ -170,9 +215,9 @@ def live_page(reader: StoreReader, options: argparse.Namespace) -> None:
         return
     styles = reader.known()["styles"]
     which = (phases, first, last, styles)
-    st.markdown("##### What it writes")
+    st.markdown("## What it writes")
     _chart(
-        charts.shares_chart(series, *which),
+        charts.shares_chart(series.shares, *which),
         "Stacked shares of writing styles over rollouts, with the preferred style above",
     )
     part = f" ({series.sampled:,} of each looked at)" if series.sampled else ""
@@ -182,7 +227,7 @@ def live_page(reader: StoreReader, options: argparse.Namespace) -> None:
     )
     left, right = st.columns(2)
     with left:
-        st.markdown("##### How well it does")
+        st.markdown("## How well it does")
         _chart(charts.reward_chart(series, *which), "Mean reward, quality and style match")
         how = (
             "Means over 20 rollouts; each dot is one answer"
@@ -194,7 +239,7 @@ def live_page(reader: StoreReader, options: argparse.Namespace) -> None:
             "lines says why. Shaded in the preferred style's colour."
         )
     with right:
-        st.markdown("##### What it expects")
+        st.markdown("## What it expects")
         if len(series.values.dropna()):
             _chart(charts.value_chart(series, *which), "Expected against earned reward")
             st.caption(
@@ -214,19 +259,23 @@ def health_page(reader: StoreReader, options: argparse.Namespace) -> None:
         step = round((table.index[-1] - table.index[0]) / max(len(table) - 1, 1))
         if step > 1:
             note += f", one in {step:,}"
-        st.caption(f"{note}. Dots are updates, lines means over 20 dots.")
-        bound = reader.run_settings().get("max_policy_lag")
+        st.caption(
+            f"{note}. Dots are updates, lines means over {RECENT_UPDATES} dots; an upright dashed "
+            "line is a switch of the preference, a level orange one the bound of a figure."
+        )
+        limits = bounds(reader.run_settings())
+        phases = reader.phases()
+        switches = [p.weight_version for p in phases[1:] if p.weight_version is not None]
         for group in GROUPS:
             shown = [m for m in group.metrics if m.key in table and table[m.key].notna().any()]
             extra = "seconds/total" in [m.key for m in shown]
             if not shown:
                 continue
-            st.markdown(f"##### {group.title}")
+            st.markdown(f"## {group.title}")
             columns = st.columns(2)
             for number, metric in enumerate(shown):
                 with columns[number % 2]:
-                    lag = metric.key == "rollout/policy_lag_max"
-                    _metric(table, metric, bound if lag else None)
+                    _metric(table, metric, limits.get(metric.key), switches)
             if extra:
                 with columns[len(shown) % 2]:
                     _seconds(table)
@@ -245,7 +294,7 @@ def health_page(reader: StoreReader, options: argparse.Namespace) -> None:
         _csv(table.reset_index(), "metrics")
     else:
         st.info("No update has been made yet.", icon=":material/hourglass_empty:")
-    st.markdown("##### What became of the answers")
+    st.markdown("## What became of the answers")
     st.caption(
         "A reward of 0 is a judged answer; unscored means that the judge failed; excluded and "
         "stale are answers that must not be learned from, with the reason."
@@ -329,7 +378,7 @@ def versions_page(reader: StoreReader, options: argparse.Namespace) -> None:
     if not len(table):
         st.info("There is no weight version yet.", icon=":material/hourglass_empty:")
         return
-    st.markdown("##### What happened")
+    st.markdown("## What happened")
     events = reader.events()
     if events:
         happened = pd.DataFrame(
@@ -352,7 +401,7 @@ def versions_page(reader: StoreReader, options: argparse.Namespace) -> None:
         _csv(happened, "events")
     else:
         st.caption("No switch, pause, rollback or warning yet.")
-    st.markdown("##### Weight versions")
+    st.markdown("## Weight versions")
     st.caption(
         f"The newest {len(table)}. One with a checkpoint can be rolled back to (Controls); one "
         "that is abandoned lies on a line that a rollback left."
@@ -378,7 +427,7 @@ def versions_page(reader: StoreReader, options: argparse.Namespace) -> None:
         },
     )
     _csv(table, "versions")
-    st.markdown("##### Compare two versions")
+    st.markdown("## Compare two versions")
     numbers = [int(number) for number in table["version"]]
     left, right = st.columns(2)
     one = left.selectbox("Version", numbers, index=min(len(numbers) - 1, 100), key="one")
@@ -395,23 +444,12 @@ def versions_page(reader: StoreReader, options: argparse.Namespace) -> None:
         )
         st.dataframe(compared, hide_index=True, height=300)
         _csv(compared, "comparison")
-    for side, number in ((left, one), (right, two)):
-        with side:
-            st.markdown(f"**First answers from version {number} on**")
-            answers = reader.answers_of(number)
-            if not len(answers):
-                st.caption("None was recorded.")
-            for answer in answers.itertuples():
-                with st.container(border=True):
-                    st.text(answer.answer or "(deleted)")
-                    st.caption(
-                        f"rollout {answer.rollout:,}, version {answer.version:,}, style seen: "
-                        f"{answer.style or 'not judged'}, reward {_number(answer.reward, '.2f')}"
-                    )
+    _side_by_side(reader, int(one), int(two))
 
 
 def controls_page(reader: StoreReader, options: argparse.Namespace) -> None:
-    st.caption(f"These act on the service at {options.url}; each asks once.")
+    zone = _zone()
+    st.caption(f"These act on the service at `{options.url}`; each asks once.")
     key = st.text_input(
         "Admin key",
         type="password",
@@ -441,7 +479,7 @@ def controls_page(reader: StoreReader, options: argparse.Namespace) -> None:
     current = phases[-1] if phases else None
     styles = reader.known()["styles"]
     off = learning is None
-    st.markdown("##### Preference")
+    st.markdown("## Preference")
     with st.form("preference"):
         style = st.selectbox(
             "Reward this style",
@@ -469,23 +507,154 @@ def controls_page(reader: StoreReader, options: argparse.Namespace) -> None:
                     "now on?",
                     ("preference", style, list(pool), note or None),
                 )
-    st.markdown("##### Learning")
+    st.markdown("## Learning")
     with st.container(horizontal=True):
         if st.button("Pause learning", icon=":material/pause:", disabled=off):
             _ask_first("Pause learning? Answers go on with the present weights.", ("pause",))
         if st.button("Resume learning", icon=":material/play_arrow:", disabled=off):
             _ask_first("Resume learning?", ("resume",))
-    st.markdown("##### Roll back")
+    st.markdown("## Roll back")
     kept = reader.kept_versions()
     if not kept:
         st.caption("No checkpoint is kept yet, so there is nothing to roll back to.")
         return
-    version = st.selectbox("To version", kept, key="rollback_version")
-    if st.button("Roll back", icon=":material/undo:", disabled=off):
-        _ask_first(
-            f"Go back to version {version}? What was learned after it is given up.",
-            ("rollback", int(version)),
+    names = {one.version: _kept(one, current, zone) for one in kept}
+    serving = (learning or {}).get("version")
+    older = [one.version for one in kept if one.version != serving]
+    if older:
+        version = st.selectbox(
+            "To version", older, key="rollback_version", format_func=names.__getitem__
         )
+        if st.button("Roll back", icon=":material/undo:", disabled=off):
+            _ask_first(
+                f"Go back to version {version}? What was learned after it is given up.",
+                ("rollback", int(version)),
+            )
+    else:
+        st.caption("The only checkpoint is of the version that serves.")
+    st.markdown("## Keep a version")
+    st.caption(
+        "Old checkpoints are thinned out to save disk. A pinned one is kept until it is unpinned."
+    )
+    pinned = {one.version for one in kept if one.pinned}
+    chosen = st.selectbox(
+        "Version to keep", list(names), key="pin_version", format_func=names.__getitem__
+    )
+    with st.container(horizontal=True):
+        if st.button("Pin", icon=":material/keep:", disabled=off or chosen in pinned):
+            _ask_first(f"Keep version {chosen} until it is unpinned?", ("pin", int(chosen), True))
+        if st.button("Unpin", icon=":material/keep_off:", disabled=off or chosen not in pinned):
+            _ask_first(
+                f"Let version {chosen} be thinned out like the others?",
+                ("pin", int(chosen), False),
+            )
+
+
+def _kept(one: Kept, phase: Phase | None, zone: tzinfo) -> str:
+    """A version as an operator chooses it: when it was made, and under which preference."""
+    parts = [f"{one.version:,}, made {clock(one.created_at, zone)}"]
+    if phase is not None and one.created_at < phase.started_at:
+        parts.append(f"before {style_name(phase.style)} was preferred")
+    if one.pinned:
+        parts.append("pinned")
+    return ", ".join(parts)
+
+
+def runs_page(options: argparse.Namespace) -> None:
+    zone = _zone()
+    place = Path(options.runs)
+    found, refused = find_runs(place)
+    for sentence in refused:
+        st.warning(sentence, icon=":material/folder_off:")
+    if not found:
+        st.info(
+            f"There are no results in {place.absolute()}. A simulation leaves them there: "
+            "online-sao train --scenario scenarios/preference_shift.toml --out "
+            f"{place}/shift (another folder: --runs).",
+            icon=":material/science:",
+        )
+        return
+    scenarios = sorted({run.scenario for run in found})
+    scenario = st.selectbox("Scenario", scenarios, key="scenario")
+    found = [run for run in found if run.scenario == scenario]
+    st.caption(str(found[0].data.get("claim", "")))
+    presets = list(dict.fromkeys(run.preset for run in found))
+    seeds = sorted({run.seed for run in found})
+    left, right = st.columns(2)
+    with left:
+        wanted = st.multiselect("Presets", presets, default=presets, key="presets")
+    with right:
+        drawn = st.multiselect("Seeds", seeds, default=seeds, key="seeds")
+    chosen = [run for run in found if run.preset in wanted and run.seed in drawn]
+    if not chosen:
+        st.info("No run has such a preset and seed.", icon=":material/filter_alt:")
+        return
+    st.markdown("## Results")
+    table = runs_table(chosen)
+    shown = table.drop(columns="scenario").assign(written=_local(table["written"], zone))
+    st.dataframe(
+        shown,
+        hide_index=True,
+        column_config={
+            "written": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm"),
+            "mean reward": st.column_config.NumberColumn(format="%.2f"),
+            "masked": st.column_config.NumberColumn(format="%.3f"),
+            "minutes": st.column_config.NumberColumn(format="%.1f"),
+            **{
+                name: st.column_config.NumberColumn(format="%.2f")
+                for name in shown
+                if name.endswith((": last mean", ": held-out share"))
+            },
+        },
+    )
+    mark, window = chosen[0].data.get("mark", 0.8), int(chosen[0].data.get("window", 40))
+    st.caption(
+        f"Last mean: reward of a phase's last {window} rollouts. Rollouts to {mark:g}: until "
+        f"{window} in a row had that mean reward; empty means never. Held-out share: answers to "
+        "questions never trained on that were in the preferred style, at the end of the phase."
+    )
+    _csv(table, "runs")
+    try:
+        results = [_results(str(run.folder), run.changed) for run in chosen]
+        same_phases(results)
+    except ScenarioError as error:
+        st.warning(str(error), icon=":material/folder_off:")
+        return
+    _run_charts(results, window)
+
+
+def _run_charts(results: list[Results], window: int) -> None:
+    phases, styles = phases_of(results[0]), styles_of(results)
+    last = sum(phase.rollouts for phase in results[0].scenario.phases)
+    rewards = rolling_rewards(results, window)
+    if not len(rewards):
+        st.info("No answer of these runs has a reward yet.", icon=":material/hourglass_empty:")
+        return
+    st.markdown("## Reward")
+    _chart(
+        charts.runs_chart(rewards, phases, last, styles, window), "Mean reward of the chosen runs"
+    )
+    st.caption(
+        "A thin line is one run, a thick one the mean of a preset's seeds. Shaded in the preferred "
+        "style's colour; a dashed line is a switch."
+    )
+    for preset in dict.fromkeys(run.preset for run in results):
+        mine = [run for run in results if run.preset == preset]
+        shares = style_shares(mine)
+        if len(shares):
+            seeds = ", ".join(str(run.seed) for run in mine)
+            st.markdown(f"## What {preset} writes")
+            _chart(
+                charts.shares_chart(shares, phases, 1, last, styles),
+                f"Stacked shares of writing styles under {preset}",
+            )
+            st.caption(f"Styles the judge saw, seeds {seeds} together.")
+
+
+@st.cache_data(max_entries=200, show_spinner=False)
+def _results(folder: str, changed: float) -> Results:
+    """`changed` makes a result that was written anew another one."""
+    return read_results(folder)
 
 
 PAGES: dict[str, tuple[Callable[[StoreReader, argparse.Namespace], None], bool]] = {
@@ -495,6 +664,7 @@ PAGES: dict[str, tuple[Callable[[StoreReader, argparse.Namespace], None], bool]]
     "Versions": (versions_page, False),
     "Controls": (controls_page, False),
 }
+RUNS = "Runs"  # reads result folders instead of the store
 
 
 # ---- controls: ask, act, say what happened
@@ -541,6 +711,10 @@ def _act(client: ServiceClient, action: tuple[Any, ...]) -> str:
     if kind == "resume":
         client.resume()
         return f"Learning goes on since {at}."
+    if kind == "pin":
+        number, pinned = rest
+        client.pin(number, pinned)
+        return f"Version {number} is {'pinned' if pinned else 'no longer pinned'} since {at}."
     answer = client.rollback(rest[0])
     made = answer.get("version")
     new = f" as version {made}" if made is not None else ""
@@ -559,7 +733,7 @@ def _finish(well: bool, sentence: str) -> None:
 def _rollout(reader: StoreReader, options: argparse.Namespace, seq: int, zone: tzinfo) -> None:
     rollout = reader.rollout(seq)
     reason = f": {rollout.reason}" if rollout.reason else ""
-    st.markdown(f"##### Rollout {seq:,} ({rollout.state}{reason})")
+    st.markdown(f"## Rollout {seq:,} ({rollout.state}{reason})")
     left, right = st.columns(2)
     with left:
         for message in rollout.messages or []:
@@ -591,7 +765,7 @@ def _rollout(reader: StoreReader, options: argparse.Namespace, seq: int, zone: t
             _csv(given, "feedback")
         if verdict and verdict.raw:
             with st.expander("What the judge wrote"):
-                st.code(verdict.raw, wrap_lines=True)
+                st.code(verdict.raw, language=None, wrap_lines=True)
     _tokens(reader, options, rollout)
 
 
@@ -675,13 +849,102 @@ def _masked(rollout: Rollout, settings: dict[str, Any]) -> np.ndarray:
     return (ratios <= 1 - low) | (ratios >= 1 + high)
 
 
-def _metric(table: pd.DataFrame, metric: Metric, bound: float | None) -> None:
+def _metric(table: pd.DataFrame, metric: Metric, bound: Bound | None, switches: list[int]) -> None:
     values = table[metric.key].dropna()
     unit = f" {metric.unit}" if metric.unit else ""
-    latest = f"{float(values.iloc[-20:].mean()):.3g}{unit}" if len(values) else "none"
-    st.markdown(f"**{metric.title}**: {latest}")
-    _chart(charts.metric_chart(table, metric, bound), f"{metric.title} over versions")
-    st.caption(metric.reading)
+    mean = float(values.iloc[-RECENT_UPDATES:].mean())
+    beyond = "" if bound is None or bound.holds(mean) else " :material/warning: beyond its bound"
+    st.markdown(f"**{metric.title}**: {mean:.3g}{unit}{beyond}")
+    _chart(charts.metric_chart(table, metric, bound, switches), f"{metric.title} over versions")
+    reading = metric.reading
+    if bound is not None:
+        reading += f" Well is {bound} ({_source(bound)})."
+        if beyond:
+            reading += f" {bound.advice}"
+    st.caption(reading)
+
+
+def _source(bound: Bound) -> str:
+    return "the dashboard's bound" if bound.source == OURS else bound.source
+
+
+def _side_by_side(reader: StoreReader, one: int, two: int) -> None:
+    """Answers of two versions, to the same questions if there are any."""
+    same = reader.same_prompts(one, two)
+    if not len(same.answers):
+        st.caption(
+            "Both have answered no question in common, so these are the first answers from each "
+            "version on, to different questions."
+        )
+        for side, number in zip(st.columns(2), (one, two), strict=True):
+            with side:
+                st.markdown(f"**From version {number} on**")
+                answers = reader.answers_of(number)
+                if not len(answers):
+                    st.caption("None was recorded.")
+                for answer in answers.itertuples():
+                    _answer(
+                        answer.rollout, answer.version, answer.style, answer.reward, answer.answer
+                    )
+        return
+    kind = "held-out questions" if same.held_out else "questions that clients asked of both"
+    st.caption(
+        f"{same.questions} {kind}; {len(same.answers)} are shown. Few questions are asked of one "
+        "version, so each side shows the answer of the version nearest to the chosen one."
+    )
+    for row in same.answers.itertuples():
+        st.markdown(f"**{_escape(row.question)}**")
+        left, right = st.columns(2)
+        with left:
+            _answer(row.rollout_one, row.version_one, row.style_one, row.reward_one, row.answer_one)
+        with right:
+            _answer(row.rollout_two, row.version_two, row.style_two, row.reward_two, row.answer_two)
+    _csv(same.answers, "answers")
+
+
+def _answer(rollout: int, version: int, style: Any, reward: Any, answer: str) -> None:
+    with st.container(border=True):
+        st.text(answer or "(deleted)")
+        seen = style_name(style) if isinstance(style, str) else "not judged"
+        st.caption(
+            f"version {version:,}, rollout {rollout:,}; style seen: {seen}, reward "
+            f"{_number(reward, '.2f')}"
+        )
+
+
+def _escape(text: str) -> str:
+    """As one line of markdown that means only itself."""
+    flat = " ".join(text.split())[:200]
+    return "".join(f"\\{char}" if char in "\\`*_[]{}()#+-.!|<>~$:" else char for char in flat)
+
+
+def _is_it_healthy(now: Situation) -> None:
+    """What the word on learning rests on, and what to do when it is not well."""
+    found = checks(now)
+    well = sum(check.well for check in found)
+    title = f"Is learning healthy? {well} of {len(found)} figures inside their bounds"
+    if not found:
+        title = f"Is learning healthy? Too early: {now.num_updates} updates, {FEWEST_UPDATES} tell"
+    with st.expander(title, icon=":material/monitor_heart:", expanded=well < len(found)):
+        if found:
+            table = pd.DataFrame(
+                {
+                    "figure": [check.title for check in found],
+                    f"mean of {now.num_updates} updates": [
+                        f"{check.mean:.3g} {check.unit}".strip() for check in found
+                    ],
+                    "well is": [str(check.bound) for check in found],
+                    "now": ["well" if check.well else "beyond" for check in found],
+                }
+            )
+            st.dataframe(table, hide_index=True)
+            _csv(table, "checks")
+        st.caption(
+            "If it is not: pause stops learning and goes on serving; roll back serves an earlier "
+            "checkpoint; switching the preference back undoes a switch. All three are under "
+            "Controls; Learning health shows since when a figure is off, Rollouts the answers "
+            "behind it."
+        )
 
 
 def _seconds(table: pd.DataFrame) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from dashboard.headline import style_name
-from dashboard.metrics import Metric
+from dashboard.metrics import RECENT_UPDATES, Bound, Metric
 from dashboard.queries import Phase, Series
 
 STYLE_COLORS = {
@@ -25,7 +25,11 @@ STYLE_COLORS = {
 }
 SPARE_COLORS = ("#E69F00", "#56B4E9", "#8C6D31", "#9A7FD1", "#B8A000", "#7A8B99")
 NONE_COLOR = "#999999"
-NEUTRAL = "#7F858F"  # readable on white and on black
+NEUTRAL = "#7F858F"  # visible on white and on black
+LINE_COLOR, BOUND_COLOR = "#4C9ED9", "#D55E00"
+# Presets are not styles: other colours, and dashes.
+PRESET_COLORS = ("#6D5BD0", "#E69F00", "#2A9DB5", "#8C6D31", "#7F858F", "#B8A000")
+PRESET_DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 4], [1, 3])
 QUALITY_COLOR, MATCH_COLOR, VALUE_COLOR = "#56B4E9", "#B98A2F", "#E69F00"
 SHARES_HEIGHT, HEIGHT, SMALL_HEIGHT = 380, 340, 190  # pixels, axes and legend included
 LABEL_SHARE = 0.07  # a phase narrower than this share of the chart gets no label
@@ -69,11 +73,14 @@ def bands(phases: Sequence[Phase], first: int, last: int) -> pd.DataFrame:
 
 
 def shares_chart(
-    series: Series, phases: Sequence[Phase], first: int, last: int, styles: Sequence[str]
+    shares: pd.DataFrame, phases: Sequence[Phase], first: int, last: int, styles: Sequence[str]
 ) -> alt.LayerChart:
-    """Stacked shares of the styles the judge saw; above them the style that was preferred."""
+    """Stacked shares of the styles the judge saw; above them the style that was preferred.
+
+    `shares`: columns rollout, style, share, answers.
+    """
     colors = style_colors(styles)
-    shares = series.shares.assign(name=series.shares["style"].map(style_name))
+    shares = shares.assign(name=shares["style"].map(style_name))
     seen = [s for s in colors if s in set(shares["style"])]
     band = bands(phases, first, last)
     palette = alt.Scale(domain=[style_name(s) for s in colors], range=[colors[s] for s in colors])
@@ -115,9 +122,7 @@ def shares_chart(
             tooltip=[alt.Tooltip("name:N", title="preferred"), alt.Tooltip("note:N")],
         )
     )
-    return alt.layer(area, strip, _labels(band, 1.07), _switches(band)).properties(
-        height=SHARES_HEIGHT
-    )
+    return _tight(alt.layer(area, strip, _labels(band, 1.07), _switches(band)), SHARES_HEIGHT)
 
 
 def reward_chart(
@@ -167,7 +172,7 @@ def reward_chart(
         )
     )
     layers += [_labels(band, 1.06), _switches(band)]
-    return alt.layer(*layers).properties(height=HEIGHT)
+    return _tight(alt.layer(*layers), HEIGHT)
 
 
 def value_chart(
@@ -189,25 +194,81 @@ def value_chart(
             legend=None,
         ),
     )
-    return alt.layer(_bands(band, styles), drawn, _labels(band, 1.06), _switches(band)).properties(
-        height=HEIGHT
+    layers = (_bands(band, styles), drawn, _labels(band, 1.06), _switches(band))
+    return _tight(alt.layer(*layers), HEIGHT)
+
+
+def runs_chart(
+    rewards: pd.DataFrame, phases: Sequence[Phase], last: int, styles: Sequence[str], window: int
+) -> alt.LayerChart:
+    """Rolling mean reward of several runs: a thin line a run, a thick one a preset's mean.
+
+    `rewards`: columns preset, seed, rollout, reward.
+    """
+    presets = list(dict.fromkeys(rewards["preset"]))
+    band = bands(phases, 1, last)
+    palette = alt.Scale(
+        domain=presets, range=[PRESET_COLORS[i % len(PRESET_COLORS)] for i in range(len(presets))]
     )
+    dashes = alt.Scale(
+        domain=presets, range=[PRESET_DASHES[i % len(PRESET_DASHES)] for i in range(len(presets))]
+    )
+    axis = alt.Axis(
+        values=[0, 0.25, 0.5, 0.75, 1], format="~g", title=f"mean reward of {window} rollouts"
+    )
+    y_scale = alt.Scale(domain=[-0.05, 1.15])
+    tips = [
+        alt.Tooltip("preset:N"),
+        alt.Tooltip("reward:Q", format=".2f"),
+        alt.Tooltip("rollout:Q", format=",.0f"),
+    ]
+    single = (
+        alt.Chart(rewards)
+        .mark_line(strokeWidth=1, opacity=0.45)
+        .encode(
+            x=_rollout_axis(1, last),
+            y=alt.Y("reward:Q", scale=y_scale, axis=axis),
+            color=alt.Color("preset:N", scale=palette, legend=_legend(lines=True)),
+            detail="seed:N",
+            tooltip=[*tips, alt.Tooltip("seed:N")],
+        )
+    )
+    means = rewards.groupby(["preset", "rollout"], as_index=False)["reward"].mean()
+    mean = (
+        alt.Chart(means)
+        .mark_line(strokeWidth=3)
+        .encode(
+            x=_rollout_axis(1, last),
+            y=alt.Y("reward:Q", scale=y_scale, axis=axis),
+            color=alt.Color("preset:N", scale=palette, legend=_legend(lines=True)),
+            strokeDash=alt.StrokeDash("preset:N", scale=dashes, legend=None),
+            tooltip=tips,
+        )
+    )
+    layers = (_bands(band, styles), single, mean, _labels(band, 1.06), _switches(band))
+    # the bands' colours are given as they are, the lines' by a scale of their own
+    return _tight(alt.layer(*layers), SHARES_HEIGHT)
 
 
-def metric_chart(table: pd.DataFrame, metric: Metric, bound: float | None = None) -> alt.LayerChart:
-    """One metric over versions: each update as a point, a rolling mean as a line."""
+def metric_chart(
+    table: pd.DataFrame, metric: Metric, bound: Bound | None = None, switches: Sequence[int] = ()
+) -> alt.LayerChart:
+    """One metric over versions: each update as a point, a rolling mean as a line.
+
+    `switches`: versions at which the preference changed.
+    """
     values = table[metric.key].astype(float)
     data = pd.DataFrame(
         {
             "version": table.index,
             "value": values.to_numpy(),
-            "mean": values.rolling(20, min_periods=3).mean().to_numpy(),
+            "mean": values.rolling(RECENT_UPDATES, min_periods=3).mean().to_numpy(),
         }
     )
     if metric.log:
         data = data[data["value"] > 0]
     scale = alt.Scale(type="log") if metric.log else alt.Scale(zero=metric.zero)
-    axis = alt.Axis(title=metric.unit or None, tickCount=4, format="~g")
+    axis = alt.Axis(title=metric.unit or None, tickCount=4, format="~r")
     base = alt.Chart(data).encode(
         x=alt.X(
             "version:Q",
@@ -220,15 +281,44 @@ def metric_chart(table: pd.DataFrame, metric: Metric, bound: float | None = None
         base.mark_circle(size=9, opacity=0.4, color=NEUTRAL).encode(
             y=alt.Y("value:Q", scale=scale, axis=axis), tooltip=tips
         ),
-        base.mark_line(strokeWidth=2, color="#4C9ED9").encode(y=alt.Y("mean:Q")),
+        base.mark_line(strokeWidth=2, color=LINE_COLOR).encode(y=alt.Y("mean:Q")),
     ]
-    if bound is not None:
+    shown = [s for s in switches if len(data) and data["version"].min() < s < table.index.max()]
+    if shown:
         layers.append(
-            alt.Chart(pd.DataFrame({"bound": [bound]}))
-            .mark_rule(strokeDash=[5, 3], strokeWidth=1.5, color="#D55E00")
-            .encode(y="bound:Q", tooltip=[alt.Tooltip("bound:Q", title="bound")])
+            alt.Chart(pd.DataFrame({"version": shown}))
+            .mark_rule(color=NEUTRAL, strokeDash=[4, 4], strokeWidth=1, aria=False)
+            .encode(x="version:Q")
         )
-    return alt.layer(*layers).properties(height=SMALL_HEIGHT)
+    if bound is not None and len(data):
+        layers += _bound(bound, float(data["value"].min()), float(data["value"].max()))
+    return _tight(alt.layer(*layers), SMALL_HEIGHT)
+
+
+def _bound(bound: Bound, lowest: float, highest: float) -> list[alt.Chart]:
+    """A line at each limit; one far outside the data, which it would flatten, is only named."""
+    parts = []
+    for limit, above in ((bound.low, False), (bound.high, True)):
+        if limit is None:
+            continue
+        far = limit > 4 * highest if above else limit < lowest - 4 * (highest - lowest)
+        data = pd.DataFrame(
+            {"bound": [limit], "label": [f"{'↑' if above else '↓'} bound {limit:g}"]}
+        )
+        chart = alt.Chart(data)
+        if not far:
+            parts.append(
+                chart.mark_rule(strokeDash=[5, 3], strokeWidth=1.5, color=BOUND_COLOR).encode(
+                    y="bound:Q", tooltip=[alt.Tooltip("bound:Q", title="bound")]
+                )
+            )
+            continue
+        parts.append(
+            chart.mark_text(
+                align="right", baseline="top" if above else "bottom", fontSize=11, dx=-4
+            ).encode(x=alt.value("width"), y=alt.value(0 if above else "height"), text="label:N")
+        )
+    return parts
 
 
 def lag_chart(table: pd.DataFrame) -> alt.Chart:
@@ -236,7 +326,7 @@ def lag_chart(table: pd.DataFrame) -> alt.Chart:
     data = pd.DataFrame({"lag": counts.index, "updates": counts.to_numpy()})
     return (
         alt.Chart(data)
-        .mark_bar(color="#4C9ED9")
+        .mark_bar(color=LINE_COLOR)
         .encode(
             x=alt.X("lag:O", axis=alt.Axis(title="policy lag (versions)", labelAngle=0)),
             y=alt.Y("updates:Q", axis=alt.Axis(tickCount=4, tickMinStep=1)),
@@ -301,6 +391,11 @@ def tokens_chart(numbers: pd.DataFrame, column: str, middle: float) -> alt.Layer
 
 
 # ---- shared parts
+
+
+def _tight(chart: alt.LayerChart, height: int) -> alt.LayerChart:
+    """Of this height, without the room that streamlit leaves under a chart."""
+    return chart.properties(height=height, padding={"bottom": 4, "left": 0, "right": 6, "top": 4})
 
 
 def _rollout_axis(first: int, last: int) -> alt.X:
@@ -368,7 +463,7 @@ def _bands(band: pd.DataFrame, styles: Sequence[str]) -> alt.Chart:
 def _labels(band: pd.DataFrame, height: float) -> alt.Chart:
     return (
         alt.Chart(band.assign(height=height))
-        .mark_text(color=NEUTRAL, fontWeight="bold", fontSize=12, baseline="bottom")
+        .mark_text(fontWeight="bold", fontSize=12, baseline="bottom")
         .encode(x=alt.X("middle:Q"), y=alt.Y("height:Q"), text="label:N")
     )
 
@@ -376,6 +471,6 @@ def _labels(band: pd.DataFrame, height: float) -> alt.Chart:
 def _switches(band: pd.DataFrame) -> alt.Chart:
     return (
         alt.Chart(band[band["is_switch"].astype(bool)])
-        .mark_rule(color=NEUTRAL, strokeDash=[4, 4], strokeWidth=1.5)
+        .mark_rule(color=NEUTRAL, strokeDash=[4, 4], strokeWidth=1.5, aria=False)
         .encode(x=alt.X("start:Q"))
     )

@@ -1,8 +1,35 @@
-"""What each logged metric means to an operator. One line of text per chart."""
+"""What each logged metric means to an operator: how to read it, and where it stops being well.
+
+The bounds here are the dashboard's own: wide enough that an honest run, a switch included,
+does not touch them. What the service itself watches it says by events (`guard`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+RECENT_UPDATES = 20  # updates whose mean is held against a bound
+OURS = "the dashboard's"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The mean over RECENT_UPDATES should lie between `low` and `high`, where they are set."""
+
+    low: float | None = None
+    high: float | None = None
+    advice: str = ""  # what to do beyond it
+    source: str = OURS
+
+    def holds(self, mean: float) -> bool:
+        return (self.low is None or mean >= self.low) and (self.high is None or mean <= self.high)
+
+    def __str__(self) -> str:
+        parts = [f"at least {self.low:g}"] if self.low is not None else []
+        parts += [f"at most {self.high:g}"] if self.high is not None else []
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -13,6 +40,7 @@ class Metric:
     unit: str = ""
     log: bool = False
     zero: bool = True  # the axis begins at 0
+    bound: Bound | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +90,11 @@ GROUPS = (
                 "Distance from the weights it began with; a steady climb without a rise in reward "
                 "is drift.",
                 "nats per token",
+                bound=Bound(
+                    high=2.0,
+                    advice="The policy has gone far from its start: roll back, and raise "
+                    "learner.kl_coef or lower learner.policy_lr.",
+                ),
             ),
             Metric(
                 "policy/entropy",
@@ -69,6 +102,11 @@ GROUPS = (
                 "How freely the next token is chosen; near 0 the policy says one thing only and "
                 "cannot follow a switch.",
                 "nats per token",
+                bound=Bound(
+                    low=0.02,
+                    advice="The policy says one thing only: roll back to a version from before "
+                    "the fall, and raise learner.kl_coef.",
+                ),
             ),
             Metric(
                 "rollout/num_action_tokens",
@@ -88,12 +126,22 @@ GROUPS = (
                 "Mean difference between the engine's and the learner's log-probs: it should be "
                 "small and flat; a climb means that the two no longer hold the same weights.",
                 "nats per token",
+                bound=Bound(
+                    high=0.2,
+                    advice="Engine and learner disagree about the same tokens: pause, and see "
+                    "the service's log for failed publishes.",
+                ),
             ),
             Metric(
                 "policy/masked_fraction",
                 "Masked fraction",
                 "Share of tokens outside the trust region, which teach nothing; above 0.1 the "
                 "answers are too old or the steps too large.",
+                bound=Bound(
+                    high=0.1,
+                    advice="Many tokens teach nothing: send fewer requests at a time, or lower "
+                    "learner.policy_lr.",
+                ),
             ),
             Metric(
                 "rollout/policy_lag_max",
@@ -105,7 +153,9 @@ GROUPS = (
             Metric(
                 "policy/effective_sample_size",
                 "Effective sample size",
-                "1 when every token counts the same; well below it a few tokens carry the update.",
+                "Close to the answer length when every token counts the same; well below it a "
+                "few tokens carry the update.",
+                "tokens",
             ),
         ),
     ),
@@ -140,3 +190,22 @@ GROUPS = (
         ),
     ),
 )
+
+
+METRICS = {metric.key: metric for group in GROUPS for metric in group.metrics}
+
+
+def bounds(settings: Mapping[str, Any]) -> dict[str, Bound]:
+    """The bound of each metric that has one, by its key.
+
+    `settings`: the learner's, as the run recorded them; their `max_policy_lag` is a bound.
+    """
+    found = {key: metric.bound for key, metric in METRICS.items() if metric.bound is not None}
+    lag = settings.get("max_policy_lag")
+    if lag is not None:
+        found["rollout/policy_lag_max"] = Bound(
+            high=float(lag),
+            advice="Answers come faster than the learner learns: send fewer at a time.",
+            source="learner.max_policy_lag of this run",
+        )
+    return found

@@ -7,16 +7,17 @@ Only answers to clients count (not those made for value pretraining).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from dashboard.metrics import METRICS, RECENT_UPDATES
 from online_sao.errors import NotFoundError, StoreError
 from online_sao.store.database import make_engine, parse_url, place_of, store_errors
 from online_sao.store.models import (
@@ -43,6 +44,9 @@ RECENT = 40  # rollouts that "now" means
 FIRST = 20  # rollouts that "at the switch" means
 SEARCHED = 50_000  # newest answers that a text search looks through
 
+SAME_LOOKED = 400  # answers of a version that are looked at for questions another has answered
+PROBE = "probe"  # purpose of answers to held-out questions, where the service asks them
+
 _served = rollouts.c.purpose == Purpose.SERVE.value
 _scored = rollouts.c.reward.isnot(None)
 
@@ -65,6 +69,7 @@ class Situation:
     """What is going on, as far as the store knows."""
 
     num_rollouts: int
+    first_rollout: int = 1  # the first answer to a client
     run: str | None = None
     preset: str | None = None
     phase: Phase | None = None
@@ -79,6 +84,9 @@ class Situation:
     version: int | None = None
     policy_lag: float | None = None
     updates_per_minute: float | None = None
+    num_updates: int = 0  # counted up to RECENT_UPDATES
+    recent: Mapping[str, float] = field(default_factory=dict)  # means over those updates
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the learner's, in this run
     paused_since: datetime | None = None
     pause_reason: str | None = None
     warnings: list[Event] = field(default_factory=list)  # guards and errors in this phase
@@ -94,6 +102,23 @@ class Series:
     points: pd.DataFrame  # rollout, at, reward, style; empty for long ranges
     width: int  # rollouts in a group
     sampled: int | None = None  # rollouts looked at in each group, if not all
+
+
+class Kept(NamedTuple):
+    """A version with a checkpoint."""
+
+    version: int
+    created_at: datetime
+    pinned: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Answers of two versions to the same questions, a row per question."""
+
+    answers: pd.DataFrame  # question; rollout, version, style, reward, answer of _one and _two
+    held_out: bool  # asked for the comparison, and not by clients
+    questions: int  # that both answered
 
 
 @dataclass(frozen=True)
@@ -167,6 +192,7 @@ class StoreReader:
                 sa.select(c.created_at, c.state).where(_served).order_by(c.seq.desc()).limit(RECENT)
             ).all()
             paused = _paused(conn)
+            updates = _recent_updates(conn)
             warned = (
                 events.select()
                 .where(events.c.kind.in_(("guard", "error")))
@@ -178,6 +204,7 @@ class StoreReader:
             failed = sum(r.state == RolloutState.UNSCORED for r in judged)
             return Situation(
                 num_rollouts=total,
+                first_rollout=_first_served(conn),
                 run=run.id if run else None,
                 preset=run.preset if run else None,
                 phase=phase,
@@ -206,6 +233,9 @@ class StoreReader:
                 if version
                 else None,
                 updates_per_minute=_updates_per_minute(conn),
+                num_updates=len(updates),
+                recent=_means(updates),
+                settings=dict((run.config or {}).get("learner", {})) if run else {},
                 paused_since=paused.created_at if paused else None,
                 pause_reason=str(paused.data.get("reason", "")) if paused else None,
                 warnings=[_event(row) for row in conn.execute(warned)],
@@ -475,14 +505,15 @@ class StoreReader:
 
         return self._read(work)
 
-    def kept_versions(self) -> list[int]:
+    def kept_versions(self) -> list[Kept]:
         """Versions that have a checkpoint to roll back to, newest first."""
+        v = versions.c
         query = (
-            sa.select(versions.c.version)
-            .where(versions.c.checkpoint.isnot(None))
-            .order_by(versions.c.version.desc())
+            sa.select(v.version, v.created_at, v.pinned)
+            .where(v.checkpoint.isnot(None))
+            .order_by(v.version.desc())
         )
-        return self._read(lambda conn: list(conn.execute(query).scalars()))
+        return self._read(lambda conn: [Kept(*row) for row in conn.execute(query)])
 
     def version_metrics(self, version: int) -> dict[str, Any]:
         query = versions.select().where(versions.c.version == version)
@@ -516,6 +547,33 @@ class StoreReader:
             ).all()
             names = ["rollout", "version", "style", "reward", "answer"]
             return pd.DataFrame([tuple(row) for row in rows], columns=names)
+
+        return self._read(work)
+
+    def same_prompts(self, one: int, two: int, limit: int = 4) -> Comparison:
+        """Answers of two versions to the same questions.
+
+        Held-out answers if the store has them; else answers to clients who asked the same at
+        both times. Looked for among the SAME_LOOKED answers around each version's making; of
+        several, the one whose version is nearest. NotFoundError for an unknown version.
+        """
+
+        def work(conn: Connection) -> Comparison:
+            for purpose in (PROBE, Purpose.SERVE.value):
+                sides = [_answers_by_question(conn, number, purpose) for number in (one, two)]
+                rows = []
+                for question, first in sides[0].items():
+                    second = sides[1].get(question)
+                    if second is None or second["rollout"] == first["rollout"]:
+                        continue
+                    row = {"question": question, "far": first["distance"] + second["distance"]}
+                    for side, answer in (("one", first), ("two", second)):
+                        row |= {f"{k}_{side}": v for k, v in answer.items() if k != "distance"}
+                    rows.append(row)
+                if rows:
+                    rows.sort(key=lambda row: row.pop("far"))
+                    return Comparison(pd.DataFrame(rows[:limit]), purpose == PROBE, len(rows))
+            return Comparison(pd.DataFrame(), False, 0)
 
         return self._read(work)
 
@@ -607,6 +665,33 @@ def _updates_per_minute(conn: Connection) -> float | None:
     return 60 * (len(times) - 1) / seconds if seconds > 0 else None
 
 
+def _first_served(conn: Connection) -> int:
+    first = sa.select(rollouts.c.seq).where(_served).order_by(rollouts.c.seq).limit(1)
+    return conn.execute(first).scalar() or 1
+
+
+def _recent_updates(conn: Connection) -> list[dict[str, Any]]:
+    """Metrics of the newest updates on the line of weights that serves."""
+    v = versions.c
+    newest = (
+        sa.select(v.metrics)
+        .where(v.kind == "update", v.abandoned == sa.false())
+        .order_by(v.version.desc())
+        .limit(RECENT_UPDATES)
+    )
+    return [metrics or {} for metrics in conn.execute(newest).scalars()]
+
+
+def _means(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean of each metric that the dashboard explains, over the updates that have it."""
+    found = {}
+    for key in METRICS:
+        known = [u[key] for u in updates if isinstance(u.get(key), int | float)]
+        if known:
+            found[key] = sum(known) / len(known)
+    return found
+
+
 def _event(row: sa.Row[Any]) -> Event:
     return Event(row.id, row.kind, row.data, row.created_at, row.weight_version)
 
@@ -629,6 +714,41 @@ def _version_row(row: sa.Row[Any]) -> dict[str, Any]:
         "seconds": metrics.get("seconds/total"),
         "run_id": row.run_id,
     }
+
+
+def _answers_by_question(conn: Connection, version: int, purpose: str) -> dict[str, dict[str, Any]]:
+    """To each last message the answer whose version is nearest to `version`."""
+    c = rollouts.c
+    made = conn.execute(
+        sa.select(versions.c.created_at).where(versions.c.version == version)
+    ).scalar()
+    if made is None:
+        raise NotFoundError(f"There is no weight version {version}.")
+    columns = (c.seq, c.weight_version_start, c.detected_style, c.reward)
+    query = (
+        sa.select(*columns, rollout_details.c.messages, rollout_details.c.answer)
+        .select_from(rollouts.join(rollout_details))
+        .where(c.purpose == purpose)
+        .limit(SAME_LOOKED // 2)
+    )
+    after = conn.execute(query.where(c.created_at >= made).order_by(c.created_at)).all()
+    before = conn.execute(query.where(c.created_at < made).order_by(c.created_at.desc())).all()
+    found: dict[str, dict[str, Any]] = {}
+    for seq, written_by, style, reward, messages, answer in [*after, *before]:
+        question = messages[-1].get("content") if messages else None
+        if not answer or not isinstance(question, str):
+            continue
+        distance = abs(written_by - version)
+        if question not in found or distance < found[question]["distance"]:
+            found[question] = {
+                "rollout": seq,
+                "version": written_by,
+                "style": style,
+                "reward": reward,
+                "answer": answer,
+                "distance": distance,
+            }
+    return found
 
 
 def _escaped(text: str) -> str:
