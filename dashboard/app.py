@@ -179,22 +179,21 @@ def live_page(reader: StoreReader, options: argparse.Namespace) -> None:
             "Mean reward (0 to 1) of the newest judged answers since the switch.",
         )
         _tile(
-            f"In that style, last {RECENT}",
+            "In that style",
             _number(now.preferred_share, ".0%"),
-            "Share of answers in which the judge saw the preferred style.",
+            f"Share of the last {RECENT} judged answers that the judge saw in that style.",
         )
         _tile(
             "Learning",
-            learning_word(now),
+            learning_word(now, service_answers=answers),
             "Healthy: updates are made, the judge answers, and each figure under 'Is learning "
             "healthy?' lies inside its bound.",
         )
-        _tile("Weight version", _number(now.version, ",d"), "Updates made so far.")
+        _tile("Version", _number(now.version, ",d"), "The newest weights: one more per update.")
         _tile(
-            "Updates",
-            f"{_number(now.updates_per_minute, '.0f')} / min"
-            if now.updates_per_minute
-            else "none now",
+            "Updates / min",
+            _number(now.updates_per_minute or 0, ".0f"),
+            "Over the last two dozen updates; each learns from one answer.",
         )
         _tile(
             "Waiting",

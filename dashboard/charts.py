@@ -132,7 +132,7 @@ def reward_chart(
     names = {"reward": "reward", "quality": "quality", "style_match": "style match"}
     lines = _long(series.marks, names)
     band = bands(phases, first, last)
-    layers: list[alt.Chart] = [_bands(band, styles)]
+    layers: list[alt.Chart] = [_bands(band, styles, first, last)]
     if len(series.points):
         # Points of equal reward would hide one another: spread around their value.
         spread = np.random.default_rng(0).uniform(-0.025, 0.025, len(series.points))
@@ -194,7 +194,7 @@ def value_chart(
             legend=None,
         ),
     )
-    layers = (_bands(band, styles), drawn, _labels(band, 1.06), _switches(band))
+    layers = (_bands(band, styles, first, last), drawn, _labels(band, 1.06), _switches(band))
     return _tight(alt.layer(*layers), HEIGHT)
 
 
@@ -245,8 +245,7 @@ def runs_chart(
             tooltip=tips,
         )
     )
-    layers = (_bands(band, styles), single, mean, _labels(band, 1.06), _switches(band))
-    # the bands' colours are given as they are, the lines' by a scale of their own
+    layers = (_bands(band, styles, 1, last), single, mean, _labels(band, 1.06), _switches(band))
     return _tight(alt.layer(*layers), SHARES_HEIGHT)
 
 
@@ -398,9 +397,9 @@ def _tight(chart: alt.LayerChart, height: int) -> alt.LayerChart:
     return chart.properties(height=height, padding={"bottom": 4, "left": 0, "right": 6, "top": 4})
 
 
-def _rollout_axis(first: int, last: int) -> alt.X:
+def _rollout_axis(first: int, last: int, field: str = "rollout") -> alt.X:
     return alt.X(
-        "rollout:Q",
+        f"{field}:Q",
         scale=alt.Scale(domain=[first, max(last, first + 1)], nice=False),
         axis=alt.Axis(title="rollout", format=",d", grid=False, tickCount=6, tickMinStep=1),
     )
@@ -442,7 +441,7 @@ def _mean_lines(
     )
 
 
-def _bands(band: pd.DataFrame, styles: Sequence[str]) -> alt.Chart:
+def _bands(band: pd.DataFrame, styles: Sequence[str], first: int, last: int) -> alt.Chart:
     colors = style_colors(styles)
     data = band.assign(
         name=band["style"].map(style_name),
@@ -452,7 +451,7 @@ def _bands(band: pd.DataFrame, styles: Sequence[str]) -> alt.Chart:
         alt.Chart(data)
         .mark_rect(fillOpacity=0.16)
         .encode(
-            x=alt.X("start:Q"),
+            x=_rollout_axis(first, last, "start"),
             x2="end:Q",
             color=alt.Color("color:N", scale=None),
             tooltip=[alt.Tooltip("name:N", title="preferred"), alt.Tooltip("note:N")],

@@ -80,8 +80,12 @@ def checks(now: Situation) -> list[Check]:
     ]
 
 
-def learning_word(now: Situation, *, at: datetime | None = None) -> str:
+def learning_word(
+    now: Situation, *, service_answers: bool | None, at: datetime | None = None
+) -> str:
     """Whether learning is healthy, in a word or three."""
+    if service_answers is False:
+        return "stopped"
     if now.paused_since is not None:
         return "paused"
     if troubles(now, at=at):

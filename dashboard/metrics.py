@@ -135,8 +135,8 @@ GROUPS = (
             Metric(
                 "policy/masked_fraction",
                 "Masked fraction",
-                "Share of tokens outside the trust region, which teach nothing; above 0.1 the "
-                "answers are too old or the steps too large.",
+                "Share of tokens outside the trust region, which teach nothing; it climbs when "
+                "answers are too old or steps too large.",
                 bound=Bound(
                     high=0.1,
                     advice="Many tokens teach nothing: send fewer requests at a time, or lower "

@@ -303,7 +303,7 @@ def _metrics(
         "policy/kl_coef": 0.2,
         "policy/entropy": float(0.45 - 0.15 * drift + rng.normal(0, 0.04)),
         "policy/grad_norm": float(0.4 + 8 * surprise * rng.random()),
-        "policy/effective_sample_size": float(1 - rng.exponential(0.01)),
+        "policy/effective_sample_size": float(24 * np.exp(-rng.exponential(0.01))),
         "advantage/mean": float(reward - value),
         "advantage/abs_mean": float(surprise),
         "critic/loss": float(surprise**2 / 2),

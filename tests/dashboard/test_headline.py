@@ -130,7 +130,9 @@ def test_figures_are_held_against_their_bounds():
     ],
 )
 def test_one_word_says_whether_learning_is_healthy(change, word):
-    assert learning_word(replace(HEALTHY, **change), at=NOW) == word
+    now = replace(HEALTHY, **change)
+    assert learning_word(now, service_answers=True, at=NOW) == word
+    assert learning_word(now, service_answers=False, at=NOW) == "stopped"
 
 
 def test_a_figure_beyond_its_bound_says_what_to_do():
