@@ -262,7 +262,7 @@ def health_page(reader: StoreReader, options: argparse.Namespace) -> None:
             f"{note}. Dots are updates, lines means over {RECENT_UPDATES} dots; an upright dashed "
             "line is a switch of the preference, a level orange one the bound of a figure."
         )
-        limits = bounds(reader.run_settings())
+        limits = bounds(reader.run_config())
         phases = reader.phases()
         switches = [p.weight_version for p in phases[1:] if p.weight_version is not None]
         for group in GROUPS:
@@ -807,7 +807,7 @@ def _tokens(reader: StoreReader, options: argparse.Namespace, rollout: Rollout) 
     numbers = np.asarray(getattr(rollout, field), float)
     if field == "values":
         middle = float(np.nanmean(numbers))
-    masked = _masked(rollout, reader.run_settings())
+    masked = _masked(rollout, reader.run_config().get("learner", {}))
     file = find_tokenizer(reader.model(), options.tokenizer)
     pieces = _pieces(str(file)) if file else None
     if pieces:
@@ -864,7 +864,7 @@ def _metric(table: pd.DataFrame, metric: Metric, bound: Bound | None, switches: 
 
 
 def _source(bound: Bound) -> str:
-    return "the dashboard's bound" if bound.source == OURS else bound.source
+    return "the dashboard's bound" if bound.source == OURS else f"{bound.source} of this run"
 
 
 def _side_by_side(reader: StoreReader, one: int, two: int) -> None:
@@ -923,7 +923,10 @@ def _is_it_healthy(now: Situation) -> None:
     well = sum(check.well for check in found)
     title = f"Is learning healthy? {well} of {len(found)} figures inside their bounds"
     if not found:
-        title = f"Is learning healthy? Too early: {now.num_updates} updates, {FEWEST_UPDATES} tell"
+        title = (
+            f"Is learning healthy? Too early to say: {now.num_updates} of the {FEWEST_UPDATES} "
+            "updates that it takes"
+        )
     with st.expander(title, icon=":material/monitor_heart:", expanded=well < len(found)):
         if found:
             table = pd.DataFrame(

@@ -86,7 +86,9 @@ def shares_chart(
     palette = alt.Scale(domain=[style_name(s) for s in colors], range=[colors[s] for s in colors])
     area = (
         alt.Chart(shares)
-        .mark_area(interpolate="monotone", opacity=0.88, line={"color": "white", "size": 0.5})
+        .mark_area(
+            interpolate="monotone", clip=True, opacity=0.88, line={"color": "white", "size": 0.5}
+        )
         .encode(
             x=_rollout_axis(first, last),
             y=alt.Y(

@@ -75,7 +75,7 @@ def checks(now: Situation) -> list[Check]:
         return []
     return [
         Check(METRICS[key].title, now.recent[key], METRICS[key].unit, bound)
-        for key, bound in bounds(now.settings).items()
+        for key, bound in bounds(now.config).items()
         if key in now.recent
     ]
 

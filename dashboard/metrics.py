@@ -1,7 +1,8 @@
 """What each logged metric means to an operator: how to read it, and where it stops being well.
 
-The bounds here are the dashboard's own: wide enough that an honest run, a switch included,
-does not touch them. What the service itself watches it says by events (`guard`).
+A run that has guard rails recorded their bounds among its settings (`guards`), and those are
+drawn; for a run without, the bounds here are: wide enough that an honest run, a switch
+included, does not touch them.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ GROUPS = (
                 "128 rollouts: 0 is no better than the mean, below 0 worse; gaps mean all rewards "
                 "were alike.",
                 zero=False,
+                bound=Bound(
+                    low=-2.0,
+                    advice="The critic misleads: pause, and lower learner.critic_lr.",
+                ),
             ),
             Metric(
                 "critic/value_first",
@@ -91,7 +96,7 @@ GROUPS = (
                 "is drift.",
                 "nats per token",
                 bound=Bound(
-                    high=2.0,
+                    high=1.0,
                     advice="The policy has gone far from its start: roll back, and raise "
                     "learner.kl_coef or lower learner.policy_lr.",
                 ),
@@ -114,6 +119,11 @@ GROUPS = (
                 "Tokens per answer; a sudden climb or collapse often means that the judge is "
                 "being gamed.",
                 "tokens",
+                bound=Bound(
+                    low=2.0,
+                    advice="Answers have all but vanished: roll back, and read under Rollouts "
+                    "what the judge rewards.",
+                ),
             ),
         ),
     ),
@@ -127,7 +137,7 @@ GROUPS = (
                 "small and flat; a climb means that the two no longer hold the same weights.",
                 "nats per token",
                 bound=Bound(
-                    high=0.2,
+                    high=0.3,
                     advice="Engine and learner disagree about the same tokens: pause, and see "
                     "the service's log for failed publishes.",
                 ),
@@ -138,7 +148,7 @@ GROUPS = (
                 "Share of tokens outside the trust region, which teach nothing; it climbs when "
                 "answers are too old or steps too large.",
                 bound=Bound(
-                    high=0.1,
+                    high=0.25,
                     advice="Many tokens teach nothing: send fewer requests at a time, or lower "
                     "learner.policy_lr.",
                 ),
@@ -195,17 +205,43 @@ GROUPS = (
 METRICS = {metric.key: metric for group in GROUPS for metric in group.metrics}
 
 
-def bounds(settings: Mapping[str, Any]) -> dict[str, Bound]:
+# The guard rail that watches a metric: its setting, and whether it bounds from above.
+GUARDS = {
+    "policy/kl_to_start": ("kl_to_start_max", True),
+    "policy/entropy": ("entropy_min", False),
+    "rollout/num_action_tokens": ("answer_tokens_min", False),
+    "policy/logprob_gap": ("logprob_gap_max", True),
+    "policy/masked_fraction": ("masked_fraction_max", True),
+    "critic/explained_variance": ("explained_variance_min", False),
+}
+
+
+def bounds(config: Mapping[str, Any]) -> dict[str, Bound]:
     """The bound of each metric that has one, by its key.
 
-    `settings`: the learner's, as the run recorded them; their `max_policy_lag` is a bound.
+    `config`: the run's settings as it recorded them. A guard rail that is switched off (None)
+    leaves no bound.
     """
     found = {key: metric.bound for key, metric in METRICS.items() if metric.bound is not None}
-    lag = settings.get("max_policy_lag")
+    guards = config.get("guards") or {}
+    for key, (setting, from_above) in GUARDS.items():
+        if setting not in guards:
+            continue
+        limit = guards[setting]
+        if limit is None:
+            found.pop(key, None)
+            continue
+        found[key] = Bound(
+            low=None if from_above else float(limit),
+            high=float(limit) if from_above else None,
+            advice=found[key].advice if key in found else "",
+            source=f"guards.{setting}",
+        )
+    lag = (config.get("learner") or {}).get("max_policy_lag")
     if lag is not None:
         found["rollout/policy_lag_max"] = Bound(
             high=float(lag),
             advice="Answers come faster than the learner learns: send fewer at a time.",
-            source="learner.max_policy_lag of this run",
+            source="learner.max_policy_lag",
         )
     return found

@@ -68,7 +68,7 @@ class Phase:
 class Situation:
     """What is going on, as far as the store knows."""
 
-    num_rollouts: int
+    num_rollouts: int  # the number of the newest; 0 while no client has asked
     first_rollout: int = 1  # the first answer to a client
     run: str | None = None
     preset: str | None = None
@@ -86,7 +86,7 @@ class Situation:
     updates_per_minute: float | None = None
     num_updates: int = 0  # counted up to RECENT_UPDATES
     recent: Mapping[str, float] = field(default_factory=dict)  # means over those updates
-    settings: Mapping[str, Any] = field(default_factory=dict)  # the learner's, in this run
+    config: Mapping[str, Any] = field(default_factory=dict)  # the run's settings
     paused_since: datetime | None = None
     pause_reason: str | None = None
     warnings: list[Event] = field(default_factory=list)  # guards and errors in this phase
@@ -176,7 +176,7 @@ class StoreReader:
     def situation(self) -> Situation:
         def work(conn: Connection) -> Situation:
             c = rollouts.c
-            total = _num_rollouts(conn)
+            first_served = _first_served(conn)
             run = conn.execute(runs.select().order_by(runs.c.started.desc()).limit(1)).first()
             phases = _phases(conn)
             phase = phases[-1] if phases else None
@@ -203,8 +203,8 @@ class StoreReader:
             judged = [r for r in latest if r.state != RolloutState.PENDING]
             failed = sum(r.state == RolloutState.UNSCORED for r in judged)
             return Situation(
-                num_rollouts=total,
-                first_rollout=_first_served(conn),
+                num_rollouts=_num_rollouts(conn) if first_served else 0,
+                first_rollout=first_served or 1,
                 run=run.id if run else None,
                 preset=run.preset if run else None,
                 phase=phase,
@@ -235,7 +235,7 @@ class StoreReader:
                 updates_per_minute=_updates_per_minute(conn),
                 num_updates=len(updates),
                 recent=_means(updates),
-                settings=dict((run.config or {}).get("learner", {})) if run else {},
+                config=dict(run.config or {}) if run else {},
                 paused_since=paused.created_at if paused else None,
                 pause_reason=str(paused.data.get("reason", "")) if paused else None,
                 warnings=[_event(row) for row in conn.execute(warned)],
@@ -329,11 +329,10 @@ class StoreReader:
 
         return self._read(work)
 
-    def run_settings(self) -> dict[str, Any]:
-        """The learner's settings in the current run; empty if unknown."""
+    def run_config(self) -> dict[str, Any]:
+        """The settings of the current run, a dict per section; empty if unknown."""
         query = sa.select(runs.c.config).order_by(runs.c.started.desc()).limit(1)
-        config = self._read(lambda conn: conn.execute(query).scalar())
-        return dict((config or {}).get("learner", {}))
+        return dict(self._read(lambda conn: conn.execute(query).scalar()) or {})
 
     def distinct_share(self, last: int = 200) -> float | None:
         """Share of different texts among the newest answers."""
@@ -665,9 +664,9 @@ def _updates_per_minute(conn: Connection) -> float | None:
     return 60 * (len(times) - 1) / seconds if seconds > 0 else None
 
 
-def _first_served(conn: Connection) -> int:
+def _first_served(conn: Connection) -> int | None:
     first = sa.select(rollouts.c.seq).where(_served).order_by(rollouts.c.seq).limit(1)
-    return conn.execute(first).scalar() or 1
+    return conn.execute(first).scalar()
 
 
 def _recent_updates(conn: Connection) -> list[dict[str, Any]]:

@@ -290,7 +290,7 @@ def _tokens(
 def _metrics(
     rng: np.random.Generator, value: float, reward: float, lag: int, index: int, count: int
 ) -> dict[str, Any]:
-    drift = 1.5 * (1 - np.exp(-3 * (index % max(count // 3, 1)) / max(count / 3, 1)))
+    drift = 0.5 * (1 - np.exp(-3 * (index % max(count // 3, 1)) / max(count / 3, 1)))
     surprise = abs(reward - value)
     return {
         "policy/loss": float(rng.normal(0, 0.1)),
@@ -301,7 +301,7 @@ def _metrics(
         "policy/k3_kl": float(rng.exponential(0.0005)),
         "policy/kl_to_start": float(max(0.0, drift + rng.normal(0, 0.1))),
         "policy/kl_coef": 0.2,
-        "policy/entropy": float(0.45 - 0.15 * drift + rng.normal(0, 0.04)),
+        "policy/entropy": float(0.45 - 0.4 * drift + rng.normal(0, 0.04)),
         "policy/grad_norm": float(0.4 + 8 * surprise * rng.random()),
         "policy/effective_sample_size": float(24 * np.exp(-rng.exponential(0.01))),
         "advantage/mean": float(reward - value),

@@ -177,7 +177,7 @@ def test_health_is_thinned_evenly_and_ends_with_the_newest(small, reader, monkey
     assert reader.health(3).index.tolist() == [9, 10, 11]
     monkeypatch.setattr(queries, "VERSIONS_SHOWN", 4)
     assert reader.health(None).index.tolist() == [2, 5, 8, 11]
-    assert reader.run_settings()["max_policy_lag"] == 4
+    assert reader.run_config()["learner"]["max_policy_lag"] == 4
 
 
 def test_states_and_reasons(small, reader):
@@ -293,15 +293,16 @@ def test_the_newest_updates_are_averaged_on_the_line_that_serves(small, reader):
     assert now.recent["policy/entropy"] == pytest.approx(0.3)
     assert "policy/kl_to_start" not in now.recent
     assert "not/explained" not in now.recent
-    assert now.settings["max_policy_lag"] == 4
+    assert now.config["learner"]["max_policy_lag"] == 4
 
 
 def test_answers_for_pretraining_do_not_begin_the_charts(small, reader):
     small.begin()
     small.add("p", seen="cute", purpose=Purpose.PRETRAINING)
-    assert reader.situation().first_rollout == 1  # no answer to a client yet
+    assert reader.situation().num_rollouts == 0  # none to a client
     small.add("a", seen="cute")
-    assert reader.situation().first_rollout == 2
+    now = reader.situation()
+    assert (now.first_rollout, now.num_rollouts) == (2, 2)
 
 
 def ask(small, name, question, version, **fields):
