@@ -9,6 +9,7 @@ service is down; the controls go to the service by HTTP (dashboard/control.py).
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -52,6 +53,7 @@ from online_sao.types import Rollout, RolloutState
 
 REFRESH_S = 3
 PAGE_SIZE = 50
+NOTHING = "–"  # in a table where there is no number
 RANGES = {"last 200": 200, "last 1,000": 1000, "last 10,000": 10_000, "all": None}
 # Streamlit greys out what is being refreshed, which flickers every few seconds. Its captions,
 # chart texts, chosen values and primary buttons have too little contrast in one theme or the other.
@@ -337,6 +339,7 @@ def rollouts_page(reader: StoreReader, options: argparse.Namespace) -> None:
     chosen = st.dataframe(
         shown,
         hide_index=True,
+        placeholder=NOTHING,
         key=f"rollouts_{before}",
         on_select="rerun",
         selection_mode="single-row",
@@ -412,6 +415,7 @@ def versions_page(reader: StoreReader, options: argparse.Namespace) -> None:
     st.dataframe(
         shown,
         hide_index=True,
+        placeholder=NOTHING,
         height=300,
         column_config={
             "created_at": st.column_config.DatetimeColumn("made", format="MM-DD HH:mm:ss"),
@@ -441,7 +445,7 @@ def versions_page(reader: StoreReader, options: argparse.Namespace) -> None:
                 f"version {two} ": [metrics[1].get(name) for name in names],
             }
         )
-        st.dataframe(compared, hide_index=True, height=300)
+        st.dataframe(compared, hide_index=True, height=300, placeholder=NOTHING)
         _csv(compared, "comparison")
     _side_by_side(reader, int(one), int(two))
 
@@ -470,10 +474,10 @@ def controls_page(reader: StoreReader, options: argparse.Namespace) -> None:
         why = f" ({learning['pause_reason']})" if paused and learning.get("pause_reason") else ""
         st.markdown(
             f"**Now:** learning is {'paused' + why if paused else 'on'}, version "
-            f"{learning.get('version', '?')}."
+            f"{_number(learning.get('serving_version'), ',d')} serves."
         )
         with st.expander("Everything the service says"):
-            st.json(learning)
+            st.code(json.dumps(learning, indent=2), language=None)
     phases = reader.phases()
     current = phases[-1] if phases else None
     styles = reader.known()["styles"]
@@ -516,9 +520,8 @@ def controls_page(reader: StoreReader, options: argparse.Namespace) -> None:
     kept = reader.kept_versions()
     if not kept:
         st.caption("No checkpoint is kept yet, so there is nothing to roll back to.")
-        return
     names = {one.version: _kept(one, current, zone) for one in kept}
-    serving = (learning or {}).get("version")
+    serving = (learning or {}).get("serving_version")
     older = [one.version for one in kept if one.version != serving]
     if older:
         version = st.selectbox(
@@ -529,23 +532,27 @@ def controls_page(reader: StoreReader, options: argparse.Namespace) -> None:
                 f"Go back to version {version}? What was learned after it is given up.",
                 ("rollback", int(version)),
             )
-    else:
+    elif kept:
         st.caption("The only checkpoint is of the version that serves.")
     st.markdown("## Keep a version")
     st.caption(
-        "Old checkpoints are thinned out to save disk. A pinned one is kept until it is unpinned."
+        "A checkpoint is what can be gone back to. Old ones are thinned out to save disk; a pinned "
+        "one is kept until it is unpinned."
     )
     pinned = {one.version for one in kept if one.pinned}
     chosen = st.selectbox(
         "Version to keep", list(names), key="pin_version", format_func=names.__getitem__
     )
     with st.container(horizontal=True):
-        if st.button("Pin", icon=":material/keep:", disabled=off or chosen in pinned):
-            _ask_first(f"Keep version {chosen} until it is unpinned?", ("pin", int(chosen), True))
+        if st.button("Checkpoint now", icon=":material/save:", disabled=off):
+            _ask_first("Write the present weights as a checkpoint?", ("checkpoint",))
+        if st.button(
+            "Pin", icon=":material/keep:", disabled=off or chosen is None or chosen in pinned
+        ):
+            _ask_first(f"Keep version {chosen} until it is unpinned?", ("pin", chosen, True))
         if st.button("Unpin", icon=":material/keep_off:", disabled=off or chosen not in pinned):
             _ask_first(
-                f"Let version {chosen} be thinned out like the others?",
-                ("pin", int(chosen), False),
+                f"Let version {chosen} be thinned out like the others?", ("pin", chosen, False)
             )
 
 
@@ -594,6 +601,7 @@ def runs_page(options: argparse.Namespace) -> None:
     st.dataframe(
         shown,
         hide_index=True,
+        placeholder=NOTHING,
         column_config={
             "written": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm"),
             "mean reward": st.column_config.NumberColumn(format="%.2f"),
@@ -609,8 +617,8 @@ def runs_page(options: argparse.Namespace) -> None:
     mark, window = chosen[0].data.get("mark", 0.8), int(chosen[0].data.get("window", 40))
     st.caption(
         f"Last mean: reward of a phase's last {window} rollouts. Rollouts to {mark:g}: until "
-        f"{window} in a row had that mean reward; empty means never. Held-out share: answers to "
-        "questions never trained on that were in the preferred style, at the end of the phase."
+        f"{window} in a row had that mean reward; {NOTHING} means never. Held-out share: answers "
+        "to questions never trained on that were in the preferred style, at the end of the phase."
     )
     _csv(table, "runs")
     try:
@@ -642,12 +650,13 @@ def _run_charts(results: list[Results], window: int) -> None:
         shares = style_shares(mine)
         if len(shares):
             seeds = ", ".join(str(run.seed) for run in mine)
+            which = f"seed {seeds}" if len(mine) == 1 else f"seeds {seeds} together"
             st.markdown(f"## What {preset} writes")
             _chart(
                 charts.shares_chart(shares, phases, 1, last, styles),
                 f"Stacked shares of writing styles under {preset}",
             )
-            st.caption(f"Styles the judge saw, seeds {seeds} together.")
+            st.caption(f"Styles the judge saw, {which}.")
 
 
 @st.cache_data(max_entries=200, show_spinner=False)
@@ -710,6 +719,8 @@ def _act(client: ServiceClient, action: tuple[Any, ...]) -> str:
     if kind == "resume":
         client.resume()
         return f"Learning goes on since {at}."
+    if kind == "checkpoint":
+        return f"Version {client.checkpoint().get('version')} has a checkpoint since {at}."
     if kind == "pin":
         number, pinned = rest
         client.pin(number, pinned)
@@ -941,12 +952,11 @@ def _is_it_healthy(now: Situation) -> None:
             )
             st.dataframe(table, hide_index=True)
             _csv(table, "checks")
-        st.caption(
-            "If it is not: pause stops learning and goes on serving; roll back serves an earlier "
-            "checkpoint; switching the preference back undoes a switch. All three are under "
-            "Controls; Learning health shows since when a figure is off, Rollouts the answers "
-            "behind it."
-        )
+    st.caption(
+        "If it is not: pause stops learning and goes on serving; roll back serves an earlier "
+        "checkpoint; switching back undoes a switch. All three are under Controls. Learning health "
+        "shows since when a figure is off, Rollouts the answers behind it."
+    )
 
 
 def _seconds(table: pd.DataFrame) -> None:

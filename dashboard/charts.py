@@ -7,7 +7,7 @@ apart), and lines that are not styles differ by dashes too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import altair as alt
 import numpy as np
@@ -16,6 +16,8 @@ import pandas as pd
 from dashboard.headline import style_name
 from dashboard.metrics import RECENT_UPDATES, Bound, Metric
 from dashboard.queries import Phase, Series
+
+AnyChart = TypeVar("AnyChart", alt.Chart, alt.LayerChart)
 
 STYLE_COLORS = {
     "academic": "#0072B2",
@@ -266,9 +268,10 @@ def metric_chart(
             "mean": values.rolling(RECENT_UPDATES, min_periods=3).mean().to_numpy(),
         }
     )
-    if metric.log:
+    log = metric.log and bool((data["value"] > 0).any())
+    if log:
         data = data[data["value"] > 0]
-    scale = alt.Scale(type="log") if metric.log else alt.Scale(zero=metric.zero)
+    scale = alt.Scale(type="log") if log else alt.Scale(zero=metric.zero)
     axis = alt.Axis(title=metric.unit or None, tickCount=4, format="~r")
     base = alt.Chart(data).encode(
         x=alt.X(
@@ -288,7 +291,7 @@ def metric_chart(
     if shown:
         layers.append(
             alt.Chart(pd.DataFrame({"version": shown}))
-            .mark_rule(color=NEUTRAL, strokeDash=[4, 4], strokeWidth=1, aria=False)
+            .mark_rule(color=NEUTRAL, strokeDash=[4, 4], strokeWidth=1)
             .encode(x="version:Q")
         )
     if bound is not None and len(data):
@@ -325,7 +328,7 @@ def _bound(bound: Bound, lowest: float, highest: float) -> list[alt.Chart]:
 def lag_chart(table: pd.DataFrame) -> alt.Chart:
     counts = table["rollout/policy_lag_max"].dropna().astype(int).value_counts().sort_index()
     data = pd.DataFrame({"lag": counts.index, "updates": counts.to_numpy()})
-    return (
+    bars = (
         alt.Chart(data)
         .mark_bar(color=LINE_COLOR)
         .encode(
@@ -333,8 +336,8 @@ def lag_chart(table: pd.DataFrame) -> alt.Chart:
             y=alt.Y("updates:Q", axis=alt.Axis(tickCount=4, tickMinStep=1)),
             tooltip=["lag:O", "updates:Q"],
         )
-        .properties(height=SMALL_HEIGHT)
     )
+    return _tight(bars, SMALL_HEIGHT)
 
 
 SECONDS = ("batch", "critic", "policy", "anchor", "optimizer")
@@ -350,7 +353,7 @@ def seconds_chart(table: pd.DataFrame) -> alt.Chart | None:
     smooth.columns = parts
     long = smooth.rename_axis("version").reset_index().melt("version", var_name="part")
     colors = ("#999999", "#E69F00", "#56B4E9", "#B98A2F", "#9A7FD1")
-    return (
+    areas = (
         alt.Chart(long)
         .mark_area(opacity=0.9)
         .encode(
@@ -367,8 +370,8 @@ def seconds_chart(table: pd.DataFrame) -> alt.Chart | None:
             ),
             tooltip=["part:N", alt.Tooltip("value:Q", format=".2f", title="s"), "version:Q"],
         )
-        .properties(height=SMALL_HEIGHT + 40)
     )
+    return _tight(areas, SMALL_HEIGHT + 40)
 
 
 def tokens_chart(numbers: pd.DataFrame, column: str, middle: float) -> alt.LayerChart:
@@ -388,21 +391,26 @@ def tokens_chart(numbers: pd.DataFrame, column: str, middle: float) -> alt.Layer
         )
     )
     line = alt.Chart(data.head(1)).mark_rule(color=NEUTRAL).encode(y="middle:Q")
-    return alt.layer(bars, line).properties(height=SMALL_HEIGHT + 30)
+    return _tight(alt.layer(bars, line), SMALL_HEIGHT + 30)
 
 
 # ---- shared parts
 
 
-def _tight(chart: alt.LayerChart, height: int) -> alt.LayerChart:
-    """Of this height, without the room that streamlit leaves under a chart."""
-    return chart.properties(height=height, padding={"bottom": 4, "left": 0, "right": 6, "top": 4})
+def _tight(chart: AnyChart, height: int) -> AnyChart:
+    """Of this height, without the room that streamlit leaves under a chart.
+
+    Marks are kept from screen readers, which would read every dot, or an empty group: the
+    axes, the chart's description and the tables say the same.
+    """
+    padding = {"bottom": 4, "left": 0, "right": 6, "top": 4}
+    return chart.properties(height=height, padding=padding).configure_mark(aria=False)
 
 
 def _rollout_axis(first: int, last: int, field: str = "rollout") -> alt.X:
     return alt.X(
         f"{field}:Q",
-        scale=alt.Scale(domain=[first, max(last, first + 1)], nice=False),
+        scale=alt.Scale(domain=[first, last + 1], nice=False),
         axis=alt.Axis(title="rollout", format=",d", grid=False, tickCount=6, tickMinStep=1),
     )
 
@@ -472,6 +480,6 @@ def _labels(band: pd.DataFrame, height: float) -> alt.Chart:
 def _switches(band: pd.DataFrame) -> alt.Chart:
     return (
         alt.Chart(band[band["is_switch"].astype(bool)])
-        .mark_rule(color=NEUTRAL, strokeDash=[4, 4], strokeWidth=1.5, aria=False)
+        .mark_rule(color=NEUTRAL, strokeDash=[4, 4], strokeWidth=1.5)
         .encode(x=alt.X("start:Q"))
     )

@@ -47,7 +47,12 @@ class ServiceClient:
 
     def pin(self, version: int, pinned: bool) -> dict[str, Any]:
         """Keep (or no longer keep) a version's checkpoint from being thinned out."""
-        return self._ask("POST", f"/v1/versions/{version}/pin", {"pinned": pinned})
+        path = "/v1/learning/pin" if pinned else "/v1/learning/unpin"
+        return self._ask("POST", path, {"version": version})
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Write the current version down, so that it can be gone back to."""
+        return self._ask("POST", "/v1/learning/checkpoint")
 
     def set_preference(self, style: str, pool: list[str], note: str | None) -> dict[str, Any]:
         return self._ask("PUT", "/v1/preference", {"style": style, "pool": pool, "note": note})

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+PER_MINUTE = "updates/per_minute"  # no metric of an update: from the times between them
 RECENT_UPDATES = 20  # updates whose mean is held against a bound
 OURS = "the dashboard's"
 
@@ -196,6 +197,13 @@ GROUPS = (
                 "Seconds per update",
                 "Should be flat; a climb means that another process takes the machine.",
                 "s",
+            ),
+            Metric(
+                PER_MINUTE,
+                "Updates per minute",
+                "Each learns from one answer, unless learner.rollouts_per_update says more; falls "
+                "to 0 while nobody asks.",
+                "per minute",
             ),
         ),
     ),

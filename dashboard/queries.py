@@ -17,7 +17,7 @@ import pandas as pd
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from dashboard.metrics import METRICS, RECENT_UPDATES
+from dashboard.metrics import METRICS, PER_MINUTE, RECENT_UPDATES
 from online_sao.errors import NotFoundError, StoreError
 from online_sao.store.database import make_engine, parse_url, place_of, store_errors
 from online_sao.store.models import (
@@ -304,7 +304,8 @@ class StoreReader:
     def health(self, last: int | None) -> pd.DataFrame:
         """Metrics of the newest `last` versions (None: all), a column per metric.
 
-        Index: version. Thinned evenly to VERSIONS_SHOWN rows.
+        Index: version. Thinned evenly to VERSIONS_SHOWN rows. PER_MINUTE: updates per minute
+        since the row before.
         """
 
         def work(conn: Connection) -> pd.DataFrame:
@@ -325,7 +326,11 @@ class StoreReader:
             table = pd.DataFrame(
                 [{"version": r.version, "at": r.created_at, **(r.metrics or {})} for r in rows]
             )
-            return table.set_index("version") if len(table) else table
+            if not len(table):
+                return table
+            made = table["version"].diff() / table["at"].diff().dt.total_seconds() * 60
+            table[PER_MINUTE] = made.replace(math.inf, math.nan)
+            return table.set_index("version")
 
         return self._read(work)
 

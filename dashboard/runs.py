@@ -155,7 +155,9 @@ def style_shares(results: Sequence[Results]) -> pd.DataFrame:
     long = table.stack().rename("answers").reset_index()
     long = long.rename(columns={"detected_style": "style"})
     long["share"] = long["answers"] / long["group"].map(table.sum(axis=1))
-    long["rollout"] = 1 + long["group"] * STEP + (STEP - 1) / 2
+    # the middle of the group; of the last, if it is not full, its last rollout
+    middle = 1 + long["group"] * STEP + (STEP - 1) / 2
+    long["rollout"] = middle.clip(upper=int(rows["index"].max()))
     return long[["rollout", "style", "share", "answers"]]
 
 

@@ -141,7 +141,14 @@ class FakeService:
             self.paused = False
         if path == "/v1/learning/rollback":
             return 200, {"version": 77}
-        return 200, {"version": 12, "paused": self.paused, "pause_reason": "operator"}
+        if path == "/v1/learning/checkpoint":
+            return 200, {"version": 12}
+        return 200, {
+            "weight_version": 12,
+            "serving_version": 12,
+            "paused": self.paused,
+            "pause_reason": "operator",
+        }
 
 
 @pytest.fixture

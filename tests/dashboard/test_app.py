@@ -83,7 +83,7 @@ def test_an_empty_store(open_page, small, page, said):
     ("page", "charts", "tables"),
     [
         ("Live", 3, 1),
-        ("Learning health", 16, 1),
+        ("Learning health", 17, 1),
         ("Rollouts", 1, 2),
         ("Versions", 0, 3),
         ("Controls", 0, 0),
@@ -173,10 +173,10 @@ def test_the_live_page_tells_the_operator_what_is_going_on(open_page, shift_url,
     assert float(tiles["Reward, last 40"]) > 0.8
     assert tiles["Waiting"] == "3 + 0"
     assert tiles["Service"] == "up"
-    assert '"domain": [1, 450]' in test.get("vega_lite_chart")[0].proto.spec
+    assert '"domain": [1, 451]' in test.get("vega_lite_chart")[0].proto.spec
     test.button_group(key="live_range").set_value("last 200")
     ran(test.run())
-    assert '"domain": [251, 450]' in test.get("vega_lite_chart")[0].proto.spec
+    assert '"domain": [251, 451]' in test.get("vega_lite_chart")[0].proto.spec
 
 
 def test_a_service_that_is_down_is_said(open_page, shift_url):
@@ -337,8 +337,13 @@ def controls(open_page, small, service):
         ("Resume learning", ("POST", "/v1/learning/resume", None), "Learning goes on since"),
         (
             "Pin",
-            ("POST", "/v1/versions/0/pin", {"pinned": True}),
+            ("POST", "/v1/learning/pin", {"version": 0}),
             "Version 0 is pinned since",
+        ),
+        (
+            "Checkpoint now",
+            ("POST", "/v1/learning/checkpoint", None),
+            "Version 12 has a checkpoint since",
         ),
         (
             "Roll back",
@@ -420,7 +425,7 @@ def test_what_is_pinned_can_be_unpinned(open_page, small, service):
     ran(test.run())
     button(test, "Yes").click()
     ran(test.run())
-    assert service.told == [("POST", "/v1/versions/0/pin", {"pinned": False})]
+    assert service.told == [("POST", "/v1/learning/unpin", {"version": 0})]
     assert "Version 0 is no longer pinned since" in test.success[0].value
 
 
@@ -451,7 +456,7 @@ def test_the_key_is_asked_for_and_used(controls, service):
     controls.text_input(key="admin_key").set_value("admin")
     ran(controls.run())
     assert not controls.warning
-    assert "**Now:** learning is on, version 12." in words(controls)
+    assert "**Now:** learning is on, version 12 serves." in words(controls)
 
 
 def test_controls_are_off_while_the_service_is_down(open_page, shift_url):

@@ -1,13 +1,16 @@
 """Figures from small stores whose answers can be counted by hand."""
 
 import math
+from datetime import UTC, datetime
 
 import pytest
 import sqlalchemy as sa
 
 from dashboard import queries
+from dashboard.metrics import PER_MINUTE
 from dashboard.queries import Filters, StoreReader
 from online_sao.errors import NotFoundError, StoreError
+from online_sao.store.models import versions
 from online_sao.types import Preference, Purpose, RolloutState, WeightSpan
 
 
@@ -178,6 +181,25 @@ def test_health_is_thinned_evenly_and_ends_with_the_newest(small, reader, monkey
     monkeypatch.setattr(queries, "VERSIONS_SHOWN", 4)
     assert reader.health(None).index.tolist() == [2, 5, 8, 11]
     assert reader.run_config()["learner"]["max_policy_lag"] == 4
+
+
+def test_updates_per_minute_come_from_the_times_between_them(small, reader, monkeypatch):
+    epoch = small.begin()
+    for number in range(1, 6):
+        small.add(f"r{number}", seen="cute")
+        small.train(epoch, number, 0.5)
+    with sa.create_engine(small.url).begin() as conn:
+        for number in range(1, 6):  # two seconds apart, then ten
+            second = 2 * number if number < 5 else 18
+            at = datetime(2026, 1, 1, 12, 0, second, tzinfo=UTC)
+            conn.execute(
+                versions.update().where(versions.c.version == number).values(created_at=at)
+            )
+    rate = reader.health(None)[PER_MINUTE].tolist()
+    assert math.isnan(rate[0])
+    assert rate[1:] == [30.0, 30.0, 30.0, 6.0]
+    monkeypatch.setattr(queries, "VERSIONS_SHOWN", 3)  # versions 1, 3, 5
+    assert reader.health(None)[PER_MINUTE].tolist()[1:] == [30.0, 10.0]
 
 
 def test_states_and_reasons(small, reader):
