@@ -7,6 +7,7 @@ Only answers to clients count (not those made for value pretraining).
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -140,6 +141,7 @@ class StoreReader:
         self.place = place_of(parsed)
         self._file = parsed.database if parsed.get_backend_name() == "sqlite" else None
         self._engine = make_engine(parsed, read_only=True)
+        self._inode: int | None = None  # of the file that is open
 
     def close(self) -> None:
         self._engine.dispose()
@@ -592,8 +594,21 @@ class StoreReader:
         return self._read(lambda conn: conn.execute(query).scalar())
 
     def _read(self, work: Callable[[Connection], T]) -> T:
+        self._notice_another_file()
         with store_errors(self.place), self._engine.connect() as conn:
             return work(conn)
+
+    def _notice_another_file(self) -> None:
+        """A store that was deleted and made anew: open connections still read the old one."""
+        if self._file is None:
+            return
+        try:
+            inode = os.stat(self._file).st_ino
+        except OSError:
+            inode = None
+        if inode != self._inode:
+            self._engine.dispose()
+            self._inode = inode
 
 
 # ---- pieces

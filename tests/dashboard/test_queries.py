@@ -2,6 +2,7 @@
 
 import math
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -10,6 +11,7 @@ from dashboard import queries
 from dashboard.metrics import PER_MINUTE
 from dashboard.queries import Filters, StoreReader
 from online_sao.errors import NotFoundError, StoreError
+from online_sao.store import RolloutStore
 from online_sao.store.models import versions
 from online_sao.types import Preference, Purpose, RolloutState, WeightSpan
 
@@ -28,6 +30,20 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path):
     with pytest.raises(StoreError, match="cannot be opened"):
         reader.situation()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_is_made_anew_is_read_anew(small, reader):
+    small.begin("cute")
+    assert reader.situation().phase.style == "cute"
+    small.store.close()
+    path = Path(small.url.removeprefix("sqlite:///"))
+    for file in path.parent.iterdir():
+        file.unlink()
+    assert reader.is_there() is False
+    small.store = RolloutStore(small.url)
+    small.begin("classical")
+    assert reader.is_there() is True
+    assert reader.situation().phase.style == "classical"
 
 
 def test_another_schema_is_refused(small, reader, monkeypatch):
