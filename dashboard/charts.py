@@ -325,6 +325,47 @@ def _bound(bound: Bound, lowest: float, highest: float) -> list[alt.Chart]:
     return parts
 
 
+def probes_chart(probes: pd.DataFrame, switches: Sequence[int] = ()) -> alt.LayerChart:
+    """Quality and reward of the held-out rounds over versions.
+
+    `probes`: columns version, quality, reward. `switches`: as in metric_chart.
+    """
+    order = ["quality", "reward"]
+    data = probes.melt("version", order, var_name="what", value_name="mean")
+    lines = (
+        alt.Chart(data.dropna())
+        .mark_line(strokeWidth=2, point=True)
+        .encode(
+            x=alt.X(
+                "version:Q",
+                scale=alt.Scale(nice=False, zero=False),
+                axis=alt.Axis(format=",d", tickMinStep=1, tickCount=5, grid=False),
+            ),
+            y=alt.Y(
+                "mean:Q",
+                scale=alt.Scale(domain=[0, 1]),
+                axis=alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="~g", title="mean"),
+            ),
+            color=alt.Color(
+                "what:N",
+                scale=alt.Scale(domain=order, range=[QUALITY_COLOR, NEUTRAL]),
+                legend=_legend(lines=True),
+            ),
+            strokeDash=alt.StrokeDash(
+                "what:N", scale=alt.Scale(domain=order, range=[[6, 3], [1, 0]]), legend=None
+            ),
+            tooltip=["what:N", alt.Tooltip("mean:Q", format=".2f"), "version:Q"],
+        )
+    )
+    shown = [s for s in switches if probes["version"].min() < s < probes["version"].max()]
+    marks = (
+        alt.Chart(pd.DataFrame({"version": shown}))
+        .mark_rule(color=NEUTRAL, strokeDash=[4, 4], strokeWidth=1)
+        .encode(x="version:Q")
+    )
+    return _tight(alt.layer(lines, marks), SMALL_HEIGHT + 40)
+
+
 def lag_chart(table: pd.DataFrame) -> alt.Chart:
     counts = table["rollout/policy_lag_max"].dropna().astype(int).value_counts().sort_index()
     data = pd.DataFrame({"lag": counts.index, "updates": counts.to_numpy()})

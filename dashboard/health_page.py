@@ -47,6 +47,7 @@ def show(reader: StoreReader, options: argparse.Namespace) -> None:
                     st.markdown("**Policy lag, how often**")
                     draw(charts.lag_chart(table), "Histogram of policy lag")
                     st.caption("Most updates should sit at the left; a long tail means a queue.")
+        _probes(reader, switches)
         distinct = reader.distinct_share()
         if distinct is not None:
             st.markdown(f"**Different texts among the last 200 answers: {distinct:.0%}**")
@@ -92,6 +93,21 @@ def _metric(table: pd.DataFrame, metric: Metric, bound: Bound | None, switches: 
 
 def _source(bound: Bound) -> str:
     return "the dashboard's bound" if bound.source == OURS else f"{bound.source} of this run"
+
+
+def _probes(reader: StoreReader, switches: list[int]) -> None:
+    """Held-out rounds, where the service asks them."""
+    probes = reader.probes()
+    if not len(probes.dropna(subset=["quality"])):
+        return
+    st.markdown("## Does it hold on questions it never learns from?")
+    draw(charts.probes_chart(probes, switches), "Held-out quality and reward over versions")
+    st.caption(
+        f"Means over the answers of each round ({int(probes['answers'].iloc[-1])} in the newest). "
+        "Quality that falls here while the reward of what is learned from rises means that the "
+        "judge is being gamed: pause, and read the answers."
+    )
+    csv_button(probes, "probes")
 
 
 def _seconds(table: pd.DataFrame) -> None:

@@ -336,6 +336,28 @@ class StoreReader:
 
         return self._read(work)
 
+    def probes(self, limit: int = 400) -> pd.DataFrame:
+        """Rounds of held-out questions, oldest first: version, quality, reward, answers."""
+        query = (
+            events.select()
+            .where(events.c.kind == "probe")
+            .order_by(events.c.id.desc())
+            .limit(limit)
+        )
+        rounds = self._read(lambda conn: [_event(row) for row in conn.execute(query)])[::-1]
+        return pd.DataFrame(
+            [
+                {
+                    "version": probe.data.get("version"),
+                    "quality": probe.data.get("quality"),
+                    "reward": probe.data.get("reward"),
+                    "answers": probe.data.get("num_answers"),
+                }
+                for probe in rounds
+            ],
+            columns=["version", "quality", "reward", "answers"],
+        )
+
     def run_config(self) -> dict[str, Any]:
         """The settings of the current run, a dict per section; empty if unknown."""
         query = sa.select(runs.c.config).order_by(runs.c.started.desc()).limit(1)
@@ -628,29 +650,32 @@ def _mean(numbers: Sequence[float]) -> float | None:
 
 
 def _phases(conn: Connection) -> list[Phase]:
+    c = rollouts.c
+    first = (
+        sa.select(c.seq)
+        .where(c.created_at >= events.c.created_at)
+        .order_by(c.created_at)
+        .limit(1)
+        .scalar_subquery()
+    )
     rows = conn.execute(
-        events.select().where(events.c.kind == "preference").order_by(events.c.id)
+        sa.select(events, first.label("first_seq"))
+        .where(events.c.kind == "preference")
+        .order_by(events.c.id)
     ).all()
-    phases = []
-    for row in rows:
-        first = conn.execute(
-            sa.select(rollouts.c.seq)
-            .where(rollouts.c.created_at >= row.created_at)
-            .order_by(rollouts.c.created_at)
-            .limit(1)
-        ).scalar()
-        phases.append(
-            Phase(
-                style=row.data["style"],
-                pool=tuple(row.data["pool"]),
-                note=row.data.get("note"),
-                event_id=row.id,
-                started_at=row.created_at,
-                weight_version=row.weight_version,
-                first_seq=first if first is not None else _num_rollouts(conn) + 1,
-            )
+    coming = _num_rollouts(conn) + 1
+    return [
+        Phase(
+            style=row.data["style"],
+            pool=tuple(row.data["pool"]),
+            note=row.data.get("note"),
+            event_id=row.id,
+            started_at=row.created_at,
+            weight_version=row.weight_version,
+            first_seq=coming if row.first_seq is None else row.first_seq,
         )
-    return phases
+        for row in rows
+    ]
 
 
 def _styles(phases: Sequence[Phase]) -> list[str]:

@@ -238,6 +238,21 @@ def test_metrics_without_a_critic(open_page, small):
     assert "V at the first token" not in words(test)
 
 
+def test_held_out_rounds_are_drawn_where_there_are_some(open_page, small):
+    epoch = small.begin()
+    small.add("a", seen="cute")
+    small.train(epoch, 1, 0.5, **{"policy/entropy": 0.4})
+    assert "questions it never learns from" not in words(open_page("Learning health", small.url))
+    for version, quality in ((0, None), (1, 0.75), (2, 0.25)):
+        small.store.add_event(
+            "probe", {"version": version, "quality": quality, "reward": 0.5, "num_answers": 8}
+        )
+    test = open_page("Learning health", small.url)
+    assert "questions it never learns from" in words(test)
+    assert "(8 in the newest)" in words(test)
+    assert charts_on(test) == 2
+
+
 # ---- rollouts
 
 

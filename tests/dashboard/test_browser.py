@@ -109,6 +109,7 @@ def confirm(browser, button, question, outcome):
 def test_an_operator_watches_a_shift_and_acts(served, browser):
     # Nothing yet: the page says what to do.
     browser.open("Live")
+    browser.wait_for("Times in Europe/Berlin")
     browser.wait_for("No answer has been recorded yet. Cute is preferred. Send a first request")
 
     # Chats arrive; the page follows without being touched.

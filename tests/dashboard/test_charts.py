@@ -109,6 +109,17 @@ def test_switches_within_the_chart_are_marked():
     assert [row["version"] for row in rows] == [6]
 
 
+def test_held_out_rounds_without_a_verdict_are_left_out():
+    probes = pd.DataFrame({"version": [0, 50, 100], "quality": [1.0, None, 0.5], "reward": 0.25})
+    drawn = charts.probes_chart(probes, [0, 60]).to_dict()
+    rows = [(r["version"], r["what"], r["mean"]) for r in _rows(drawn, "what")]
+    assert (100, "quality", 0.5) in rows
+    assert (50, "quality", None) not in rows
+    assert len(rows) == 5
+    (marks,) = (rows for rows in drawn["datasets"].values() if rows and "what" not in rows[0])
+    assert [row["version"] for row in marks] == [60]
+
+
 def test_lags_are_counted():
     table = pd.DataFrame({"rollout/policy_lag_max": [0.0, 2.0, 2.0, None]})
     drawn = charts.lag_chart(table).to_dict()

@@ -334,6 +334,17 @@ def test_the_newest_updates_are_averaged_on_the_line_that_serves(small, reader):
     assert now.config["learner"]["max_policy_lag"] == 4
 
 
+def test_held_out_rounds_come_from_their_events(small, reader):
+    small.begin()
+    assert not len(reader.probes())
+    for version, quality in ((0, 1.0), (100, 0.5)):
+        small.store.add_event(
+            "probe", {"version": version, "quality": quality, "reward": 0.25, "num_answers": 8}
+        )
+    assert reader.probes().to_numpy().tolist() == [[0, 1.0, 0.25, 8], [100, 0.5, 0.25, 8]]
+    assert reader.probes(limit=1)["version"].tolist() == [100]
+
+
 def test_answers_for_pretraining_do_not_begin_the_charts(small, reader):
     small.begin()
     small.add("p", seen="cute", purpose=Purpose.PRETRAINING)
