@@ -266,9 +266,7 @@ def _split_heads(qkv: Tensor, layer: _Layer, shape: _Shape) -> tuple[Tensor, Ten
     return query, key.flatten(0, 1), value.flatten(0, 1)
 
 
-def _join_heads(
-    query: Tensor, key: Tensor, value: Tensor, layer: _Layer, shape: _Shape
-) -> Tensor:
+def _join_heads(query: Tensor, key: Tensor, value: Tensor, layer: _Layer, shape: _Shape) -> Tensor:
     """The gradient of `_split_heads`: back to [M, (K G + 2 K) D], the rotation undone."""
     num_kv, group = layer.num_kv_heads, layer.group
     heads = torch.empty(
@@ -297,7 +295,5 @@ def _split(merged: Tensor, layer: _Layer, shape: _Shape) -> Tensor:
 
 def _merge_heads(split: Tensor, layer: _Layer, shape: _Shape) -> Tensor:
     """[B K, G T, D] to [M, K G D]."""
-    heads = split.view(
-        shape.batch, layer.num_kv_heads, layer.group, shape.length, layer.head_size
-    )
+    heads = split.view(shape.batch, layer.num_kv_heads, layer.group, shape.length, layer.head_size)
     return heads.permute(0, 3, 1, 2, 4).reshape(shape.batch * shape.length, -1)
