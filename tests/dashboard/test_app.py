@@ -450,8 +450,8 @@ def test_versions_to_go_back_to_say_when_they_were_made(open_page, small, servic
     small.store.set_preference(Preference("classical", ("cute", "classical")), 0)
     test = open_page("Controls", small.url, service.url)
     (label,) = choice(test, "To version").options
-    assert label.startswith("0, made ")
-    assert label.endswith(", before Classical was preferred")
+    assert label.startswith("0 · ")
+    assert label.endswith(" · before Classical")
 
 
 def test_the_version_that_serves_is_none_to_go_back_to(open_page, small, service):
