@@ -123,12 +123,12 @@ def show(reader: StoreReader, options: argparse.Namespace) -> None:
 
 def _kept(one: Kept, phase: Phase | None, zone: tzinfo) -> str:
     """A version as an operator chooses it: when it was made, and under which preference."""
-    parts = [f"{one.version:,}, made {clock(one.created_at, zone)}"]
+    parts = [f"{one.version:,}", clock(one.created_at, zone)]
     if phase is not None and one.created_at < phase.started_at:
-        parts.append(f"before {style_name(phase.style)} was preferred")
+        parts.append(f"before {style_name(phase.style)}")
     if one.pinned:
         parts.append("pinned")
-    return ", ".join(parts)
+    return " · ".join(parts)
 
 
 def _ask_first(question: str, action: tuple[Any, ...]) -> None:

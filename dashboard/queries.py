@@ -43,7 +43,7 @@ COUNTED = 10_000  # answers of a phase are counted up to here
 VERSIONS_SHOWN = 400  # versions across a chart of metrics; more are thinned evenly
 RECENT = 40  # rollouts that "now" means
 FIRST = 20  # rollouts that "at the switch" means
-SEARCHED = 50_000  # newest answers that a text search looks through
+SEARCHED = 50_000  # answers that a search without an index looks through
 
 SAME_LOOKED = 400  # answers of a version that are looked at for questions another has answered
 PROBE = "probe"  # purpose of answers to held-out questions, where the service asks them
@@ -768,6 +768,10 @@ def _answers_by_question(conn: Connection, version: int, purpose: str) -> dict[s
     ).scalar()
     if made is None:
         raise NotFoundError(f"There is no weight version {version}.")
+    near = conn.execute(
+        sa.select(c.seq).where(c.created_at >= made).order_by(c.created_at).limit(1)
+    ).scalar()
+    middle = _num_rollouts(conn) + 1 if near is None else near
     columns = (c.seq, c.weight_version_start, c.detected_style, c.reward)
     query = (
         sa.select(*columns, rollout_details.c.messages, rollout_details.c.answer)
@@ -775,8 +779,11 @@ def _answers_by_question(conn: Connection, version: int, purpose: str) -> dict[s
         .where(c.purpose == purpose)
         .limit(SAME_LOOKED // 2)
     )
-    after = conn.execute(query.where(c.created_at >= made).order_by(c.created_at)).all()
-    before = conn.execute(query.where(c.created_at < made).order_by(c.created_at.desc())).all()
+    around = SEARCHED // 2  # held-out answers are rare: not all are looked through for them
+    after = conn.execute(query.where(c.seq.between(middle, middle + around)).order_by(c.seq)).all()
+    before = conn.execute(
+        query.where(c.seq.between(middle - around, middle - 1)).order_by(c.seq.desc())
+    ).all()
     found: dict[str, dict[str, Any]] = {}
     for seq, written_by, style, reward, messages, answer in [*after, *before]:
         question = messages[-1].get("content") if messages else None

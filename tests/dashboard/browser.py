@@ -141,11 +141,33 @@ class Browser:
 
     def chart_texts(self, number: int = 0) -> list[str]:
         """What is written in a chart: its axes, legend and bands."""
-        charts = self.until(
-            lambda: self.driver.find_elements(By.CSS_SELECTOR, "[data-testid=stVegaLiteChart] svg"),
-            "a chart",
+        found = (By.CSS_SELECTOR, "[data-testid=stVegaLiteChart] svg")
+
+        def texts() -> list[str]:
+            charts = self.driver.find_elements(*found)
+            return charts[number].text.splitlines() if number < len(charts) else []
+
+        return self.until(texts, f"chart {number}")
+
+    def watch_charts(self) -> None:
+        """From now on, count the frames in which one of the charts is missing."""
+        self.driver.execute_script(
+            """
+            const drawn = () =>
+                document.querySelectorAll('[data-testid=stVegaLiteChart] svg').length;
+            const seen = window.watched = {frames: 0, missing: 0, charts: drawn()};
+            (function look() {
+                seen.frames += 1;
+                if (drawn() < seen.charts) seen.missing += 1;
+                requestAnimationFrame(look);
+            })();
+            """
         )
-        return charts[number].text.splitlines()
+
+    def watched(self) -> dict[str, int]:
+        """frames looked at, frames with a chart `missing`, and the number of `charts`."""
+        found: dict[str, int] = self.driver.execute_script("return window.watched")
+        return found
 
     def picture(self, path: Path) -> None:
         """The whole page, as far down as it goes."""

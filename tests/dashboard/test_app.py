@@ -123,6 +123,22 @@ def test_a_locked_store_is_said(open_page, locked, page):
     assert "is locked by another process for too long" in error.value
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_a_writer_at_work_does_not_hold_the_pages_up(open_page, small, service, page):
+    epoch = small.begin()
+    small.add("a", seen="cute")
+    small.train(epoch, 1, 0.5, **{"policy/entropy": 0.4})
+    path = small.url.removeprefix("sqlite:///")
+    with sqlite3.connect(path, isolation_level=None) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        writer.execute("DELETE FROM rollouts")  # never committed, so never seen
+        test = open_page(page, small.url, service.url)
+        writer.execute("ROLLBACK")
+    writer.close()
+    assert not test.error
+    assert "No answer has been recorded yet" not in words(test)
+
+
 @pytest.mark.parametrize("page", ["Learning health", "Rollouts", "Versions"])
 def test_pages_that_only_read_do_not_miss_the_service(open_page, shift_url, page):
     test = open_page(page, shift_url)
@@ -450,8 +466,8 @@ def test_versions_to_go_back_to_say_when_they_were_made(open_page, small, servic
     small.store.set_preference(Preference("classical", ("cute", "classical")), 0)
     test = open_page("Controls", small.url, service.url)
     (label,) = choice(test, "To version").options
-    assert label.startswith("0, made ")
-    assert label.endswith(", before Classical was preferred")
+    assert label.startswith("0 · ")
+    assert label.endswith(" · before Classical")
 
 
 def test_the_version_that_serves_is_none_to_go_back_to(open_page, small, service):

@@ -20,6 +20,7 @@ PICTURES = ROOT / "build" / "screenshots"
 READY_S = 60
 STOP_S = 30
 ADMIN_KEY = "the-operators-key"
+REWARD_CHART = 1  # names the preferences only; the first one's legend names styles that were seen
 PAGES = ("Live", "Learning health", "Rollouts", "Versions", "Runs", "Controls")
 
 
@@ -117,8 +118,10 @@ def test_an_operator_watches_a_shift_and_acts(served, browser):
     browser.until(lambda: int(browser.tile("Version")) >= 6, "six updates on the page")
     assert browser.tile("Preferred since") == "Cute"
     assert browser.tile("Service") == "up"
-    browser.until(lambda: "Cute" in browser.chart_texts(), "the band of the first preference")
-    assert "Chuunibyou" not in browser.chart_texts()
+    browser.until(
+        lambda: "Cute" in browser.chart_texts(REWARD_CHART), "the band of the first preference"
+    )
+    assert "Chuunibyou" not in browser.chart_texts(REWARD_CHART)
     browser.picture(PICTURES / "1-live-before-the-switch.png")
 
     # Without the key no control works; with it the preference is switched.
@@ -140,10 +143,18 @@ def test_an_operator_watches_a_shift_and_acts(served, browser):
     # The new band appears, and the sentence on top names it.
     browser.open("Live")
     browser.wait_for("Chuunibyou is preferred since")
+    browser.until(lambda: "Cute" in browser.chart_texts(REWARD_CHART), "charts")
+    browser.watch_charts()
     ask(served, 6, first=6)
-    browser.until(lambda: "Chuunibyou" in browser.chart_texts(), "the band of the new preference")
+    browser.until(
+        lambda: "Chuunibyou" in browser.chart_texts(REWARD_CHART), "the band of the new preference"
+    )
     browser.until(lambda: int(browser.tile("Version")) >= 12, "twelve updates on the page")
     browser.wait_for("Adapting to Chuunibyou since")
+    watched = browser.watched()  # it was redrawn several times, and never went blank
+    assert watched["charts"] == 3
+    assert watched["frames"] > 10
+    assert watched["missing"] == 0
     assert browser.tile("Preferred since") == "Chuunibyou"
     browser.picture(PICTURES / "3-live-after-the-switch.png")
 
