@@ -98,9 +98,13 @@ class OfflineEngine:
         """Swap in `weights` as `version`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        from online_sao.engine.weight_transfer import NUM_PARTS
+
         file = write_weight_file(self._weights_dir, version, weights)
         self._llm.start_weight_update()
-        self._llm.update_weights(WeightTransferUpdateRequest({"path": file.path}))
+        for part in range(NUM_PARTS):
+            update = {"path": file.path, "part": part}
+            self._llm.update_weights(WeightTransferUpdateRequest(update))
         self._llm.finish_weight_update(weight_version=str(version))
         # Cached prefixes were computed under the old weights.
         self._llm.reset_prefix_cache()

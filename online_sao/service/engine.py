@@ -206,27 +206,33 @@ class RecordingLLM(AsyncLLM):
     async def load_weights(self, file: WeightFile) -> float:
         """Swap in the weights of a checked `file`; return the seconds that serving paused.
 
-        Raises WeightUpdateError when the file is refused (the old weights serve on) and
-        leaves generation paused when loading itself fails: then the model is half loaded,
-        and generating would kill the engine. A later good update resumes it.
+        Raises WeightUpdateError, and the old weights serve on; only if the exchange itself
+        fails, generation stays paused until a good version is loaded.
         """
-        # Everything that can be wrong with a file is found before anything stops.
+        # Everything that can be wrong with a file is found before anything changes.
         await asyncio.to_thread(file.verify)
         if self._layout not in (None, file.layout):
             raise WeightUpdateError(
                 f"The weight file of version {file.version} is of another model."
             )
-        started = time.monotonic()
-        await self.pause_generation(mode="keep", clear_cache=True)
         try:
             await self.start_weight_update()
-            await self.update_weights(WeightTransferUpdateRequest({"path": file.path}))
-            await self.finish_weight_update(weight_version=str(file.version))
+            for part in range(weight_transfer.NUM_PARTS):
+                update = {"path": file.path, "part": part}
+                await self.update_weights(WeightTransferUpdateRequest(update))
             # The writer may have needed the file's place while we were reading.
             await asyncio.to_thread(file.verify)
         except Exception as error:
             raise WeightUpdateError(
-                f"Loading weight version {file.version} failed half-way ({error}); generation "
+                f"Weight version {file.version} was not loaded ({error}); the old one is served."
+            ) from error
+        started = time.monotonic()
+        await self.pause_generation(mode="keep", clear_cache=True)
+        try:
+            await self.finish_weight_update(weight_version=str(file.version))
+        except Exception as error:
+            raise WeightUpdateError(
+                f"Exchanging weight version {file.version} failed half-way ({error}); generation "
                 "stays paused until a good version is loaded."
             ) from error
         # Only on success: a half-loaded model must not generate.

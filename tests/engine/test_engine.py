@@ -226,18 +226,24 @@ def test_a_file_of_another_model_is_refused_before_serving_stops(harness):
     assert not harness.loop.run_until_complete(harness.engine.is_paused())
 
 
-def test_a_half_loaded_model_does_not_generate_until_a_good_version_is_loaded(harness):
+@pytest.mark.parametrize("place", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_load_that_fails_in_the_middle_leaves_the_old_weights_serving(harness, place):
     version = harness.engine.weight_version
-    short = write_weight_file(
-        harness.folder, version + 1, {"model.embed_tokens.weight": torch.zeros(3, 3)}
-    )
+    (before,) = harness.ask(seed=12)
+    tensors = {
+        name: torch.full_like(parameter, 0.01)
+        for name, parameter in harness.reference.named_parameters()
+    }
+    tensors[place] = torch.zeros(3, 3)  # parts before it load
     harness.engine._layout = None  # as if this were the first file
-    with pytest.raises(WeightUpdateError, match="half-way"):
-        harness.load(short)
-    harness.engine._layout = None
-    assert harness.loop.run_until_complete(harness.engine.is_paused())
-    harness.load(harness.new_weights(version + 2))
+    with pytest.raises(WeightUpdateError, match="the old one is served"):
+        harness.load(write_weight_file(harness.folder, version + 1, tensors))
     assert not harness.loop.run_until_complete(harness.engine.is_paused())
+    (after,) = harness.ask(seed=12)
+    assert after.weight_version_start == version
+    assert list(after.token_ids) == list(before.token_ids)
+    assert harness.gap(after) < GAP
+    harness.load(harness.new_weights(version + 2))
     (rollout,) = harness.ask()
     assert rollout.weight_version_start == version + 2
     assert harness.gap(rollout) < GAP
