@@ -35,6 +35,7 @@ from online_sao.store.database import is_conflict, make_engine, parse_url, place
 from online_sao.store.models import (
     COUNTERS,
     SCHEMA_VERSION,
+    clean_text,
     counters,
     events,
     feedback,
@@ -1090,7 +1091,8 @@ def _check_epoch(conn: Connection, epoch: int) -> None:
 def _seqs(conn: Connection, ids: Sequence[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in _chunks(ids):
-        rows = conn.execute(sa.select(rollouts.c.id, rollouts.c.seq).where(rollouts.c.id.in_(part)))
+        known = rollouts.c.id.in_([clean_text(id) for id in part])
+        rows = conn.execute(sa.select(rollouts.c.id, rollouts.c.seq).where(known))
         found.update((row.id, row.seq) for row in rows)
     for id in ids:
         if id not in found:
@@ -1099,7 +1101,8 @@ def _seqs(conn: Connection, ids: Sequence[str]) -> dict[str, int]:
 
 
 def _lock_one(conn: Connection, id: str) -> sa.Row[Any]:
-    row = conn.execute(rollouts.select().where(rollouts.c.id == id).with_for_update()).one_or_none()
+    query = rollouts.select().where(rollouts.c.id == clean_text(id))
+    row = conn.execute(query.with_for_update()).one_or_none()
     if row is None:
         raise NotFoundError(f"There is no rollout '{id}'.")
     return row
