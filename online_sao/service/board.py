@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from online_sao.engine.weight_file import WeightFile
+from online_sao.engine.weight_file import WeightFile, copy_weight_file, process_folder
 
 HEARD_WITHIN_S = 20.0  # a replica that has not asked for so long is not waited for
 
@@ -32,6 +32,18 @@ class Announcement:
     file: WeightFile | None = None
     node: str | None = None
     data: list[Any] = field(default_factory=list)
+
+
+async def file_here(announced: Announcement) -> WeightFile:
+    """The announced file on this node: itself, or a copy of what another node wrote."""
+    assert announced.file is not None
+    here = ray.get_runtime_context().get_node_id()
+    if announced.node in (None, here) or not announced.data:
+        return announced.file
+    data = await announced.data[0]
+    return await asyncio.to_thread(
+        copy_weight_file, announced.file, memoryview(data), process_folder()
+    )
 
 
 @dataclass

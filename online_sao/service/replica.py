@@ -20,10 +20,10 @@ from ray import serve
 
 from online_sao.config import Config
 from online_sao.engine.settings import engine_environment
-from online_sao.engine.weight_file import WeightFile, copy_weight_file, process_folder
+from online_sao.engine.weight_file import process_folder
 from online_sao.errors import StoreError, WeightUpdateError
 from online_sao.service import names
-from online_sao.service.board import Announcement
+from online_sao.service.board import Announcement, file_here
 from online_sao.service.logs import start_log
 from online_sao.store import RolloutStore
 from online_sao.types import Purpose, Rollout
@@ -196,7 +196,7 @@ class Endpoint:
             return
         about = {"weight_version": version, "replica": self.replica_id}
         try:
-            paused_s = await self.engine.load_weights(await self._file_here(announced))
+            paused_s = await self.engine.load_weights(await file_here(announced))
             log.info("weights loaded", extra={**about, "seconds": paused_s})
         except WeightUpdateError as error:
             log.warning("weights refused: %s", error, extra=about)
@@ -207,17 +207,6 @@ class Endpoint:
             return
         self.weights_error, self.weights_broken = None, False
         await board.report.remote(self.replica_id, version)
-
-    async def _file_here(self, announced: Announcement) -> WeightFile:
-        """The announced file on this node: itself, or a copy of what another node wrote."""
-        assert announced.file is not None
-        here = ray.get_runtime_context().get_node_id()
-        if announced.node in (None, here) or not announced.data:
-            return announced.file
-        data = await announced.data[0]
-        return await asyncio.to_thread(
-            copy_weight_file, announced.file, memoryview(data), process_folder()
-        )
 
     def _board(self) -> Any:
         return ray.get_actor(names.BOARD, namespace=names.NAMESPACE)

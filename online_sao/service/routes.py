@@ -33,7 +33,7 @@ CONTROL_TIMEOUT_S = 10.0  # an actor that does not answer by then counts as down
 ROLLBACK_TIMEOUT_S = 150.0
 MAX_PAGE = 1000
 EXPOSED_HEADERS = ("X-Weight-Version", "X-Rollout-Recorded", "Retry-After")
-MAX_VERSION = 2**53  # what JSON and every database keep exactly
+MAX_NUMBER = 2**53  # what JSON and every database keep exactly
 
 
 class PreferenceBody(BaseModel):
@@ -58,7 +58,7 @@ class PauseBody(BaseModel):
 
 class VersionBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    version: int = Field(ge=0, le=MAX_VERSION)
+    version: int = Field(ge=0, le=MAX_NUMBER)
 
 
 def build_app(endpoint: Any, config: Config) -> Any:
@@ -217,7 +217,7 @@ def build_app(endpoint: Any, config: Config) -> Any:
 
     @app.get("/v1/rollouts")
     async def list_rollouts(
-        after: Annotated[int | None, Query(ge=0, le=MAX_VERSION)] = None,
+        after: Annotated[int | None, Query(ge=0, le=MAX_NUMBER)] = None,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
         state: RolloutState | None = None,
     ) -> JSONResponse:

@@ -1078,8 +1078,9 @@ def _check_epoch(conn: Connection, epoch: int) -> None:
 
 def _seqs(conn: Connection, ids: Sequence[str]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for part in _chunks([id for id in ids if _may_be_id(id)]):
-        rows = conn.execute(sa.select(rollouts.c.id, rollouts.c.seq).where(rollouts.c.id.in_(part)))
+    for part in _chunks(ids):
+        known = rollouts.c.id.in_([clean_text(id) for id in part])
+        rows = conn.execute(sa.select(rollouts.c.id, rollouts.c.seq).where(known))
         found.update((row.id, row.seq) for row in rows)
     for id in ids:
         if id not in found:
@@ -1087,17 +1088,11 @@ def _seqs(conn: Connection, ids: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _may_be_id(text: str) -> bool:
-    """Whether a database could hold it: none takes NUL or lone surrogates."""
-    return clean_text(text) == text
-
-
 def _lock_one(conn: Connection, id: str) -> sa.Row[Any]:
-    if not _may_be_id(id):
-        raise NotFoundError(f"There is no rollout {clean_text(id)!r}.")
-    row = conn.execute(rollouts.select().where(rollouts.c.id == id).with_for_update()).one_or_none()
+    query = rollouts.select().where(rollouts.c.id == clean_text(id))
+    row = conn.execute(query.with_for_update()).one_or_none()
     if row is None:
-        raise NotFoundError(f"There is no rollout '{id}'.")
+        raise NotFoundError(f"There is no rollout '{clean_text(id)}'.")
     return row
 
 

@@ -148,6 +148,13 @@ def test_unknown_ids_are_named(kit, store):
             ask()
 
 
+@pytest.mark.parametrize("id", ["a\x00b", "\ud800"])
+def test_an_id_that_no_database_takes_is_unknown(kit, store, id):
+    for ask in (store.get, store.delete_text, lambda id: store.add_feedback(id, 1.0)):
+        with pytest.raises(NotFoundError):
+            ask(id)
+
+
 def test_get_many_keeps_the_order_asked_for(kit, store):
     for name in "abcd":
         store.add(kit.rollout(name))
