@@ -1,9 +1,10 @@
-"""Dashboard of a learning endpoint: layout only.
+"""Dashboard of a learning endpoint: the frame around its pages.
 
     streamlit run dashboard/app.py -- --store sqlite:///path/store.sqlite --url http://127.0.0.1:8000
 
 Figures come from the store (dashboard/queries.py, read-only), so they are there when the
-service is down; the controls go to the service by HTTP (dashboard/control.py).
+service is down; the controls go to the service by HTTP (dashboard/control.py). Pages are
+layout only, one per file (dashboard/*_page.py).
 """
 
 from __future__ import annotations
@@ -12,39 +13,47 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime, tzinfo
-from typing import Any
-from zoneinfo import ZoneInfo
 
-import numpy as np
-import pandas as pd
 import streamlit as st
 
-from dashboard import charts
-from dashboard.control import ControlError, ServiceClient
-from dashboard.headline import RECENT, advice, clock, headline, style_name
-from dashboard.metrics import GROUPS, Metric
-from dashboard.queries import Filters, StoreReader
-from dashboard.tokens import find_tokenizer, load_pieces, shaded_html
+from dashboard import (
+    controls_page,
+    health_page,
+    live_page,
+    rollouts_page,
+    runs_page,
+    versions_page,
+)
+from dashboard.parts import open_reader, viewer_zone
+from dashboard.queries import StoreReader
 from online_sao.config import Config
-from online_sao.errors import NotFoundError, StoreError
-from online_sao.types import Rollout, RolloutState
+from online_sao.errors import StoreError
+
+Show = Callable[[StoreReader, argparse.Namespace], None]
 
 REFRESH_S = 3
-PAGE_SIZE = 50
-RANGES = {"last 200": 200, "last 1,000": 1000, "last 10,000": 10_000, "all": None}
-# Streamlit greys out what is being refreshed, which flickers every few seconds.
+PAGES: dict[str, tuple[Show, bool]] = {  # and whether it refreshes itself
+    "Live": (live_page.show, True),
+    "Learning health": (health_page.show, True),
+    "Rollouts": (rollouts_page.show, False),  # a table that changes under the hand is unreadable
+    "Versions": (versions_page.show, False),
+    "Controls": (controls_page.show, False),
+}
+RUNS = "Runs"  # reads result folders instead of the store
+# Streamlit greys out what is being refreshed, which flickers every few seconds. Its captions,
+# chart texts, chosen values and primary buttons have too little contrast in one theme or the other.
 STYLE = """<style>
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
 [data-testid="stMetricValue"] { font-size: 1.5rem; }
 .stMainBlockContainer { padding-top: 2.5rem; padding-bottom: 3rem; }
+.stMainBlockContainer h1 { font-size: 1.6rem; padding: 0 0 0.4rem; }
+.stMainBlockContainer h2 { font-size: 1.2rem; padding: 0.6rem 0 0.5rem; }
+[data-testid="stCaptionContainer"], [data-testid="stCaptionContainer"] p {
+  color: inherit; opacity: 0.88; }
+[data-testid="stVegaLiteChart"] svg text { fill: currentColor !important; }
+[data-tag] { background: #6D5BD0 !important; }
+button[kind="primary"] { background: #6D5BD0; border-color: #6D5BD0; color: white; }
 </style>"""
-SHADES = {
-    "advantage": ("advantages", 0.0),
-    "importance ratio": ("importance_ratios", 1.0),
-    "value": ("values", 0.0),
-    "behavior log-prob": ("behavior_logprobs", 0.0),
-}
 
 
 def main() -> None:
@@ -54,19 +63,23 @@ def main() -> None:
     with st.container(
         horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"
     ):
-        st.markdown("### online_sao", width="content")
+        st.markdown("# online_sao", width="content")
+        st.caption(f"Times in {viewer_zone()}", width="content")
         live = st.toggle(f"Refresh every {REFRESH_S} s", value=True, key="live", width="content")
     page = st.segmented_control(
         "Page",
-        list(PAGES),
+        [*list(PAGES)[:-1], RUNS, list(PAGES)[-1]],
         default=next(iter(PAGES)),
         required=True,
         key="page",
         bind="query-params",
         label_visibility="collapsed",
     )
+    if page == RUNS:
+        runs_page.show(options)
+        return
     try:
-        reader = _reader(options.store)
+        reader = open_reader(options.store)
         if not reader.is_there():
             _wait_for_store(reader)
             return
@@ -81,28 +94,14 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="streamlit run dashboard/app.py --", allow_abbrev=False)
     parser.add_argument("--store", default=os.environ.get("ONLINE_SAO_STORE_URL"))
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the service")
+    parser.add_argument("--runs", default="runs", help="folder of simulations' results")
     parser.add_argument("--tokenizer", help="tokenizer.json or its folder")
     options = parser.parse_known_args(sys.argv[1:])[0]
     options.store = options.store or Config().store_url
     return options
 
 
-@st.cache_resource
-def _reader(url: str) -> StoreReader:
-    return StoreReader(url)
-
-
-@st.cache_data(ttl=10, show_spinner=False)  # counts every rollout
-def _states(url: str) -> pd.DataFrame:
-    return _reader(url).states()
-
-
-@st.cache_resource
-def _pieces(path: str) -> Any:
-    return load_pieces(find_tokenizer(None, path)) if path else None
-
-
-def _guarded(show: Callable[..., None], reader: StoreReader, options: argparse.Namespace) -> None:
+def _guarded(show: Show, reader: StoreReader, options: argparse.Namespace) -> None:
     """A page; a store that fails in the middle is one sentence, and tried again."""
     try:
         show(reader, options)
@@ -123,667 +122,6 @@ def _wait_for_store(reader: StoreReader) -> None:
             st.rerun()
 
     look()
-
-
-# ---- pages
-
-
-def live_page(reader: StoreReader, options: argparse.Namespace) -> None:
-    zone = _zone()
-    now = reader.situation()
-    answers = ServiceClient(options.url).answers()
-    sentence = headline(now, zone)
-    hints = advice(now, service_answers=answers)
-    box = st.warning if hints else st.success if now.num_scored else st.info
-    box("  \n".join([f"**{sentence}**", *hints]), icon=":material/campaign:")
-    phase = now.phase
-    with st.container(horizontal=True):
-        _tile("Preferred style", style_name(phase.style) if phase else "none")
-        _tile(f"Reward, last {RECENT}", _number(now.reward_now, ".2f"))
-        _tile(
-            f"In that style, last {RECENT}",
-            _number(now.preferred_share, ".0%"),
-            "Share of answers in which the judge saw the preferred style.",
-        )
-        _tile("Weight version", _number(now.version, ",d"))
-        _tile(
-            "Updates",
-            f"{_number(now.updates_per_minute, '.0f')} / min"
-            if now.updates_per_minute
-            else "none now",
-        )
-        _tile(
-            "Waiting",
-            f"{now.waiting_for_judge} + {now.waiting_for_learner}",
-            "Answers that wait for the judge + answers that wait for the learner.",
-        )
-        _tile("Service", "up" if answers else "down", options.url)
-    if not now.num_rollouts:
-        return
-    span = _range("rollouts", key="live_range")
-    last = now.num_rollouts
-    first = 1 if span is None else max(1, last - span + 1)
-    phases = reader.phases()
-    series = reader.series(first, last)
-    if not len(series.marks):
-        st.info("None of these answers has been judged yet.", icon=":material/hourglass_empty:")
-        return
-    styles = reader.known()["styles"]
-    which = (phases, first, last, styles)
-    st.markdown("##### What it writes")
-    _chart(
-        charts.shares_chart(series, *which),
-        "Stacked shares of writing styles over rollouts, with the preferred style above",
-    )
-    part = f" ({series.sampled:,} of each looked at)" if series.sampled else ""
-    st.caption(
-        f"Styles the judge saw, in groups of {series.width:,} rollouts{part}; the strip on top is "
-        "the style that was preferred, a dashed line a switch. The preferred colour should fill up."
-    )
-    left, right = st.columns(2)
-    with left:
-        st.markdown("##### How well it does")
-        _chart(charts.reward_chart(series, *which), "Mean reward, quality and style match")
-        how = (
-            "Means over 20 rollouts; each dot is one answer"
-            if len(series.points)
-            else f"Means over groups of {series.width:,} rollouts"
-        )
-        st.caption(
-            f"{how}. Reward is quality times style match: when it is low, the lower of the two "
-            "lines says why. Shaded in the preferred style's colour."
-        )
-    with right:
-        st.markdown("##### What it expects")
-        if len(series.values.dropna()):
-            _chart(charts.value_chart(series, *which), "Expected against earned reward")
-            st.caption(
-                "The critic's expectation before an answer, against what was earned. They part at "
-                "a switch and should meet again within a few dozen rollouts."
-            )
-        else:
-            st.caption("No values yet: nothing was learned in this range, or without a critic.")
-
-
-def health_page(reader: StoreReader, options: argparse.Namespace) -> None:
-    span = _range("updates", key="health_range")
-    table = reader.health(span)
-    states = _states(options.store)
-    if len(table):
-        note = f"Versions {table.index[0]:,} to {table.index[-1]:,}"
-        step = round((table.index[-1] - table.index[0]) / max(len(table) - 1, 1))
-        if step > 1:
-            note += f", one in {step:,}"
-        st.caption(f"{note}. Dots are updates, lines means over 20 dots.")
-        bound = reader.run_settings().get("max_policy_lag")
-        for group in GROUPS:
-            shown = [m for m in group.metrics if m.key in table and table[m.key].notna().any()]
-            extra = "seconds/total" in [m.key for m in shown]
-            if not shown:
-                continue
-            st.markdown(f"##### {group.title}")
-            columns = st.columns(2)
-            for number, metric in enumerate(shown):
-                with columns[number % 2]:
-                    lag = metric.key == "rollout/policy_lag_max"
-                    _metric(table, metric, bound if lag else None)
-            if extra:
-                with columns[len(shown) % 2]:
-                    _seconds(table)
-            if any(m.key == "rollout/policy_lag_max" for m in shown):
-                with columns[len(shown) % 2]:
-                    st.markdown("**Policy lag, how often**")
-                    _chart(charts.lag_chart(table), "Histogram of policy lag")
-                    st.caption("Most updates should sit at the left; a long tail means a queue.")
-        distinct = reader.distinct_share()
-        if distinct is not None:
-            st.markdown(f"**Different texts among the last 200 answers: {distinct:.0%}**")
-            st.caption(
-                "Equal answers to different questions: a share that falls is a policy that "
-                "collapses."
-            )
-        _csv(table.reset_index(), "metrics")
-    else:
-        st.info("No update has been made yet.", icon=":material/hourglass_empty:")
-    st.markdown("##### What became of the answers")
-    st.caption(
-        "A reward of 0 is a judged answer; unscored means that the judge failed; excluded and "
-        "stale are answers that must not be learned from, with the reason."
-    )
-    st.dataframe(
-        states,
-        hide_index=True,
-        column_config={"rollouts": st.column_config.NumberColumn(format="localized")},
-    )
-    _csv(states, "states")
-
-
-def rollouts_page(reader: StoreReader, options: argparse.Namespace) -> None:
-    zone = _zone()
-    filters = _filters(reader)
-    before = (
-        st.session_state.get("before_seq") if filters == st.session_state.get("filters") else None
-    )
-    st.session_state["filters"], st.session_state["before_seq"] = filters, before
-    table = reader.rollouts(filters, before_seq=before, limit=PAGE_SIZE)
-    if not len(table):
-        if filters == Filters() and before is None:
-            st.info("No answer has been recorded yet.", icon=":material/hourglass_empty:")
-        else:
-            st.info("No answer passes these filters.", icon=":material/filter_alt:")
-        return
-    shown = pd.DataFrame(
-        {
-            "rollout": table["seq"],
-            "time": _local(table["created_at"], zone),
-            "reward": table["reward"],
-            "style seen": table["detected_style"],
-            "preferred": table["style"],
-            "state": table["state"] + (": " + table["reason"]).fillna(""),
-            "answer": table["answer"].str.slice(0, 160),
-            "version": table["weight_version_end"],
-            "tokens": table["num_action_tokens"],
-        }
-    )
-    st.caption("Newest first. Choose a row to open the answer.")
-    chosen = st.dataframe(
-        shown,
-        hide_index=True,
-        key=f"rollouts_{before}",
-        on_select="rerun",
-        selection_mode="single-row",
-        column_config={
-            "time": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm:ss"),
-            "reward": st.column_config.NumberColumn(format="%.2f"),
-            "answer": st.column_config.TextColumn(width="large"),
-        },
-    )
-    with st.container(horizontal=True):
-        if st.button("Newest", disabled=before is None, icon=":material/first_page:"):
-            st.session_state["before_seq"] = None
-            st.rerun()
-        if st.button("Older", disabled=len(table) < PAGE_SIZE, icon=":material/navigate_next:"):
-            st.session_state["before_seq"] = int(table["seq"].iloc[-1])
-            st.rerun()
-        _csv(table, "rollouts")
-    number = st.number_input(
-        "Or open the rollout of this number",
-        1,
-        value=None,
-        step=1,
-        key="rollout",
-        bind="query-params",
-    )
-    rows = chosen.selection.rows if chosen else []
-    if rows and rows[0] < len(table):
-        number = int(table["seq"].iloc[rows[0]])
-    try:
-        _rollout(reader, options, number or int(table["seq"].iloc[0]), zone)
-    except NotFoundError as error:
-        st.warning(str(error))
-
-
-def versions_page(reader: StoreReader, options: argparse.Namespace) -> None:
-    zone = _zone()
-    table = reader.versions()
-    if not len(table):
-        st.info("There is no weight version yet.", icon=":material/hourglass_empty:")
-        return
-    st.markdown("##### What happened")
-    events = reader.events()
-    if events:
-        happened = pd.DataFrame(
-            {
-                "time": _local(pd.Series([e.created_at for e in events]), zone),
-                "what": [e.kind for e in events],
-                "version": pd.array([e.weight_version for e in events], dtype="Int64"),
-                "details": [_details(e.data) for e in events],
-            }
-        )
-        st.dataframe(
-            happened,
-            hide_index=True,
-            height=220,
-            column_config={
-                "time": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm:ss"),
-                "details": st.column_config.TextColumn(width="large"),
-            },
-        )
-        _csv(happened, "events")
-    else:
-        st.caption("No switch, pause, rollback or warning yet.")
-    st.markdown("##### Weight versions")
-    st.caption(
-        f"The newest {len(table)}. One with a checkpoint can be rolled back to (Controls); one "
-        "that is abandoned lies on a line that a rollback left."
-    )
-    shown = table.assign(
-        created_at=_local(table["created_at"], zone),
-        published_at=_local(table["published_at"], zone),
-    ).drop(columns="run_id")
-    st.dataframe(
-        shown,
-        hide_index=True,
-        height=300,
-        column_config={
-            "created_at": st.column_config.DatetimeColumn("made", format="MM-DD HH:mm:ss"),
-            "published_at": st.column_config.DatetimeColumn(
-                "serving since", format="MM-DD HH:mm:ss"
-            ),
-            "kl_to_start": st.column_config.NumberColumn("KL to start", format="%.3f"),
-            "masked_fraction": st.column_config.NumberColumn("masked", format="%.3f"),
-            "explained_variance": st.column_config.NumberColumn("expl. variance", format="%.2f"),
-            "reward": st.column_config.NumberColumn(format="%.2f"),
-            "seconds": st.column_config.NumberColumn("update, s", format="%.2f"),
-        },
-    )
-    _csv(table, "versions")
-    st.markdown("##### Compare two versions")
-    numbers = [int(number) for number in table["version"]]
-    left, right = st.columns(2)
-    one = left.selectbox("Version", numbers, index=min(len(numbers) - 1, 100), key="one")
-    two = right.selectbox("with version", numbers, index=0, key="two")
-    metrics = [reader.version_metrics(number) for number in (one, two)]
-    names = [key for key in dict.fromkeys([*metrics[0], *metrics[1]]) if "/" in key]
-    if names:
-        compared = pd.DataFrame(
-            {
-                "metric": names,
-                f"version {one}": [metrics[0].get(name) for name in names],
-                f"version {two} ": [metrics[1].get(name) for name in names],
-            }
-        )
-        st.dataframe(compared, hide_index=True, height=300)
-        _csv(compared, "comparison")
-    for side, number in ((left, one), (right, two)):
-        with side:
-            st.markdown(f"**First answers from version {number} on**")
-            answers = reader.answers_of(number)
-            if not len(answers):
-                st.caption("None was recorded.")
-            for answer in answers.itertuples():
-                with st.container(border=True):
-                    st.text(answer.answer or "(deleted)")
-                    st.caption(
-                        f"rollout {answer.rollout:,}, version {answer.version:,}, style seen: "
-                        f"{answer.style or 'not judged'}, reward {_number(answer.reward, '.2f')}"
-                    )
-
-
-def controls_page(reader: StoreReader, options: argparse.Namespace) -> None:
-    st.caption(f"These act on the service at {options.url}; each asks once.")
-    key = st.text_input(
-        "Admin key",
-        type="password",
-        key="admin_key",
-        help="The service's ONLINE_SAO_ADMIN_KEY; leave empty if it has none. Not stored.",
-    )
-    client = ServiceClient(options.url, key)
-    done = st.session_state.get("done")
-    if done:
-        (st.success if done[0] else st.error)(done[1])
-    _confirmation(client)
-    try:
-        learning = client.learning()
-    except ControlError as error:
-        st.warning(str(error), icon=":material/cloud_off:")
-        learning = None
-    if learning is not None:
-        paused = learning.get("paused")
-        why = f" ({learning['pause_reason']})" if paused and learning.get("pause_reason") else ""
-        st.markdown(
-            f"**Now:** learning is {'paused' + why if paused else 'on'}, version "
-            f"{learning.get('version', '?')}."
-        )
-        with st.expander("Everything the service says"):
-            st.json(learning)
-    phases = reader.phases()
-    current = phases[-1] if phases else None
-    styles = reader.known()["styles"]
-    off = learning is None
-    st.markdown("##### Preference")
-    with st.form("preference"):
-        style = st.selectbox(
-            "Reward this style",
-            styles,
-            index=styles.index(current.style) if current else None,
-            format_func=style_name,
-            accept_new_options=True,
-            key="style",
-        )
-        pool = st.multiselect(
-            "Styles the judge tells apart",
-            styles,
-            default=list(current.pool) if current else [],
-            format_func=style_name,
-            accept_new_options=True,
-            key="pool",
-        )
-        note = st.text_input("Note (optional)", key="note")
-        if st.form_submit_button("Switch the preference", disabled=off):
-            if not style or style not in pool:
-                _finish(False, "The rewarded style must be one of those the judge tells apart.")
-            else:
-                _ask_first(
-                    f"Reward {style_name(style)} (of {', '.join(map(style_name, pool))}) from "
-                    "now on?",
-                    ("preference", style, list(pool), note or None),
-                )
-    st.markdown("##### Learning")
-    with st.container(horizontal=True):
-        if st.button("Pause learning", icon=":material/pause:", disabled=off):
-            _ask_first("Pause learning? Answers go on with the present weights.", ("pause",))
-        if st.button("Resume learning", icon=":material/play_arrow:", disabled=off):
-            _ask_first("Resume learning?", ("resume",))
-    st.markdown("##### Roll back")
-    kept = reader.kept_versions()
-    if not kept:
-        st.caption("No checkpoint is kept yet, so there is nothing to roll back to.")
-        return
-    version = st.selectbox("To version", kept, key="rollback_version")
-    if st.button("Roll back", icon=":material/undo:", disabled=off):
-        _ask_first(
-            f"Go back to version {version}? What was learned after it is given up.",
-            ("rollback", int(version)),
-        )
-
-
-PAGES: dict[str, tuple[Callable[[StoreReader, argparse.Namespace], None], bool]] = {
-    "Live": (live_page, True),
-    "Learning health": (health_page, True),
-    "Rollouts": (rollouts_page, False),  # a table that changes under the hand cannot be read
-    "Versions": (versions_page, False),
-    "Controls": (controls_page, False),
-}
-
-
-# ---- controls: ask, act, say what happened
-
-
-def _ask_first(question: str, action: tuple[Any, ...]) -> None:
-    st.session_state["asked"] = (question, action)
-    st.session_state["done"] = None
-    st.rerun()
-
-
-def _confirmation(client: ServiceClient) -> None:
-    asked = st.session_state.get("asked")
-    if asked is None:
-        return
-    question, action = asked
-    with st.container(border=True):
-        st.markdown(f"**{question}**")
-        with st.container(horizontal=True):
-            yes = st.button("Yes", type="primary", key="yes")
-            if st.button("Cancel", key="cancel"):
-                _finish(True, "Nothing was changed.")
-    if not yes:
-        return
-    try:
-        with st.spinner("The service is at it"):
-            said = _act(client, action)
-    except ControlError as error:
-        _finish(False, str(error))
-    else:
-        _finish(True, said)
-
-
-def _act(client: ServiceClient, action: tuple[Any, ...]) -> str:
-    at = clock(datetime.now(UTC), _zone())
-    kind, *rest = action
-    if kind == "preference":
-        style, pool, note = rest
-        client.set_preference(style, pool, note)
-        return f"{style_name(style)} is preferred since {at}."
-    if kind == "pause":
-        client.pause()
-        return f"Learning is paused since {at}."
-    if kind == "resume":
-        client.resume()
-        return f"Learning goes on since {at}."
-    answer = client.rollback(rest[0])
-    made = answer.get("version")
-    new = f" as version {made}" if made is not None else ""
-    return f"The weights of version {rest[0]} serve again{new} since {at}."
-
-
-def _finish(well: bool, sentence: str) -> None:
-    st.session_state["asked"] = None
-    st.session_state["done"] = (well, sentence)
-    st.rerun()
-
-
-# ---- parts of pages
-
-
-def _rollout(reader: StoreReader, options: argparse.Namespace, seq: int, zone: tzinfo) -> None:
-    rollout = reader.rollout(seq)
-    reason = f": {rollout.reason}" if rollout.reason else ""
-    st.markdown(f"##### Rollout {seq:,} ({rollout.state}{reason})")
-    left, right = st.columns(2)
-    with left:
-        for message in rollout.messages or []:
-            content = message.get("content")
-            with st.container(border=True):
-                st.caption(str(message.get("role")))
-                st.text(content if isinstance(content, str) else str(content))
-        with st.container(border=True):
-            st.caption("answer")
-            st.text(rollout.answer or "(deleted)")
-    with right:
-        verdict = rollout.verdict
-        if verdict is None:
-            waiting = "waits for its verdict" if rollout.judge_state == "waiting" else "no verdict"
-            st.markdown(f"**{waiting}**")
-        else:
-            marks = (
-                f" = quality {verdict.quality:g} × style match {verdict.style:g}"
-                if verdict.quality is not None and verdict.style is not None
-                else f" (from {verdict.source})"
-            )
-            st.markdown(f"**Reward {verdict.reward:g}**{marks}")
-            if verdict.rationale:
-                st.text(verdict.rationale)
-        st.caption("  \n".join(_facts(rollout, zone)))
-        given = reader.feedback(seq)
-        if len(given):
-            st.dataframe(given.assign(at=_local(given["at"], zone)), hide_index=True)
-            _csv(given, "feedback")
-        if verdict and verdict.raw:
-            with st.expander("What the judge wrote"):
-                st.code(verdict.raw, wrap_lines=True)
-    _tokens(reader, options, rollout)
-
-
-def _facts(rollout: Rollout, zone: tzinfo) -> list[str]:
-    verdict, preference = rollout.verdict, rollout.preference
-    spans = ", ".join(f"{s.version} (tokens {s.start}–{s.end - 1})" for s in rollout.weight_spans)
-    facts = [
-        f"recorded {rollout.created_at.astimezone(zone):%Y-%m-%d %H:%M:%S}"
-        if rollout.created_at
-        else "",
-        f"preferred: {style_name(preference.style)} of {', '.join(preference.pool)}"
-        if preference
-        else "no preference",
-        f"style seen: {verdict.detected_style or 'none'}" if verdict else "",
-        f"judge: {verdict.model}, {_number(verdict.latency_s, '.2f')} s"
-        if verdict and verdict.model
-        else "",
-        f"written by version {spans}",
-        f"learned from in version {rollout.trained_version}"
-        if rollout.trained_version is not None
-        else "",
-        f"temperature {rollout.temperature:g}, ended by {rollout.finish_reason}, "
-        f"{_number(rollout.latency_s, '.2f')} s",
-        f"session {rollout.session_id}" if rollout.session_id else "",
-        f"id {rollout.id}",
-    ]
-    return [fact for fact in facts if fact]
-
-
-def _tokens(reader: StoreReader, options: argparse.Namespace, rollout: Rollout) -> None:
-    count = len(rollout.token_ids)
-    if count == 0:
-        st.caption("Its tokens were deleted.")
-        return
-    available = [name for name, (field, _) in SHADES.items() if getattr(rollout, field) is not None]
-    shade = st.segmented_control(
-        "Shade tokens by", available, default=available[0], required=True, key="shade"
-    )
-    field, middle = SHADES[shade or available[0]]
-    numbers = np.asarray(getattr(rollout, field), float)
-    if field == "values":
-        middle = float(np.nanmean(numbers))
-    masked = _masked(rollout, reader.run_settings())
-    file = find_tokenizer(reader.model(), options.tokenizer)
-    pieces = _pieces(str(file)) if file else None
-    if pieces:
-        texts = pieces(rollout.token_ids)
-        st.html(shaded_html(texts, numbers.tolist(), masked.tolist(), middle=middle, name=shade))
-        st.caption(
-            f"Orange is above {middle:.2g}, blue below; the deeper, the further. Underlined tokens "
-            "were outside the trust region and taught nothing. Hover for numbers."
-        )
-    else:
-        texts = [""] * count
-        st.caption("No tokenizer.json was found (give --tokenizer), so tokens show as numbers.")
-    table = pd.DataFrame(
-        {
-            "position": range(count),
-            "token_id": rollout.token_ids,
-            "text": texts,
-            "masked": masked,
-            **{
-                name: getattr(rollout, name)
-                for name, _ in SHADES.values()
-                if getattr(rollout, name) is not None
-            },
-        }
-    )
-    _chart(charts.tokens_chart(table, field, middle), f"{shade} of each token")
-    with st.expander("Numbers of every token"):
-        st.dataframe(table, hide_index=True)
-        _csv(table, f"tokens_{rollout.seq}")
-
-
-def _masked(rollout: Rollout, settings: dict[str, Any]) -> np.ndarray:
-    """Tokens that the policy loss left out, as far as the run's settings tell."""
-    ratios = rollout.importance_ratios
-    low, high = settings.get("eps_low"), settings.get("eps_high")
-    if ratios is None or settings.get("objective", "dis") != "dis" or low is None or high is None:
-        return np.zeros(len(rollout.token_ids), bool)
-    return (ratios <= 1 - low) | (ratios >= 1 + high)
-
-
-def _metric(table: pd.DataFrame, metric: Metric, bound: float | None) -> None:
-    values = table[metric.key].dropna()
-    unit = f" {metric.unit}" if metric.unit else ""
-    latest = f"{float(values.iloc[-20:].mean()):.3g}{unit}" if len(values) else "none"
-    st.markdown(f"**{metric.title}**: {latest}")
-    _chart(charts.metric_chart(table, metric, bound), f"{metric.title} over versions")
-    st.caption(metric.reading)
-
-
-def _seconds(table: pd.DataFrame) -> None:
-    chart = charts.seconds_chart(table)
-    if chart is not None:
-        st.markdown("**Where the seconds go**")
-        _chart(chart, "Seconds per part of an update")
-        st.caption("Seconds per part of an update, mean over 20.")
-
-
-def _filters(reader: StoreReader) -> Filters:
-    known = reader.known()
-    with st.expander("Filter", icon=":material/filter_alt:"):
-        a, b, c = st.columns(3)
-        state = a.selectbox("State", [None, *(s.value for s in RolloutState)], format_func=_any)
-        reason = b.selectbox("Reason", [None, *known["reasons"]], format_func=_any)
-        reward = c.selectbox(
-            "Reward",
-            [None, "1", "0", "between", "none"],
-            format_func=lambda r: {"between": "between 0 and 1", "none": "no reward"}.get(
-                r, _any(r)
-            ),
-        )
-        seen = a.selectbox("Style seen", [None, *known["styles"], "none"], format_func=_any)
-        preferred = b.selectbox("Style preferred", [None, *known["styles"]], format_func=_any)
-        version = c.number_input("Version that wrote it or came of it", 0, value=None, step=1)
-        session = a.text_input("Session")
-        text = b.text_input("Text in question or answer", help="In the newest 50,000 answers.")
-    return Filters(
-        state=state,
-        reason=reason,
-        reward=reward,
-        detected_style=seen,
-        preferred_style=preferred,
-        version=None if version is None else int(version),
-        session=session or None,
-        text=text or None,
-    )
-
-
-def _any(choice: str | None) -> str:
-    return "any" if choice is None else str(choice)
-
-
-def _range(what: str, key: str) -> int | None:
-    chosen = st.segmented_control(
-        f"Range ({what})",
-        list(RANGES),
-        default="last 1,000",
-        required=True,
-        key=key,
-        label_visibility="collapsed",
-    )
-    return RANGES[chosen or "last 1,000"]
-
-
-def _tile(label: str, value: str, help: str | None = None) -> None:
-    st.metric(label, value, help=help, width="content", border=True)
-
-
-def _chart(chart: Any, alt: str) -> None:
-    st.altair_chart(chart, width="stretch", alt=alt)
-
-
-def _csv(table: pd.DataFrame, name: str) -> None:
-    st.download_button(
-        "CSV",
-        table.to_csv(index=False).encode(),
-        file_name=f"online_sao_{name}.csv",
-        mime="text/csv",
-        key=f"csv_{name}",
-        icon=":material/download:",
-        on_click="ignore",
-        help="Download this table.",
-    )
-
-
-def _details(data: dict[str, Any]) -> str:
-    parts = []
-    for key, value in data.items():
-        if value is None:
-            continue
-        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
-        parts.append(f"{key}: {shown}")
-    return "; ".join(parts)
-
-
-def _number(value: float | int | None, form: str) -> str:
-    return "none yet" if value is None or value != value else format(value, form)
-
-
-def _zone() -> tzinfo:
-    """The viewer's time zone, as the browser says."""
-    try:
-        return ZoneInfo(st.context.timezone or "UTC")
-    except (KeyError, ValueError, OSError):
-        return UTC
-
-
-def _local(times: pd.Series, zone: tzinfo) -> pd.Series:
-    """Times as the viewer's clock shows them, without a zone (streamlit would convert again)."""
-    return pd.to_datetime(times, utc=True).dt.tz_convert(zone).dt.tz_localize(None)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,17 @@ apart), and lines that are not styles differ by dashes too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import altair as alt
 import numpy as np
 import pandas as pd
 
 from dashboard.headline import style_name
-from dashboard.metrics import Metric
+from dashboard.metrics import RECENT_UPDATES, Bound, Metric
 from dashboard.queries import Phase, Series
+
+AnyChart = TypeVar("AnyChart", alt.Chart, alt.LayerChart)
 
 STYLE_COLORS = {
     "academic": "#0072B2",
@@ -25,7 +27,11 @@ STYLE_COLORS = {
 }
 SPARE_COLORS = ("#E69F00", "#56B4E9", "#8C6D31", "#9A7FD1", "#B8A000", "#7A8B99")
 NONE_COLOR = "#999999"
-NEUTRAL = "#7F858F"  # readable on white and on black
+NEUTRAL = "#7F858F"  # visible on white and on black
+LINE_COLOR, BOUND_COLOR = "#4C9ED9", "#D55E00"
+# Presets are not styles: other colours, and dashes.
+PRESET_COLORS = ("#6D5BD0", "#E69F00", "#2A9DB5", "#8C6D31", "#7F858F", "#B8A000")
+PRESET_DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 4], [1, 3])
 QUALITY_COLOR, MATCH_COLOR, VALUE_COLOR = "#56B4E9", "#B98A2F", "#E69F00"
 SHARES_HEIGHT, HEIGHT, SMALL_HEIGHT = 380, 340, 190  # pixels, axes and legend included
 LABEL_SHARE = 0.07  # a phase narrower than this share of the chart gets no label
@@ -69,17 +75,22 @@ def bands(phases: Sequence[Phase], first: int, last: int) -> pd.DataFrame:
 
 
 def shares_chart(
-    series: Series, phases: Sequence[Phase], first: int, last: int, styles: Sequence[str]
+    shares: pd.DataFrame, phases: Sequence[Phase], first: int, last: int, styles: Sequence[str]
 ) -> alt.LayerChart:
-    """Stacked shares of the styles the judge saw; above them the style that was preferred."""
+    """Stacked shares of the styles the judge saw; above them the style that was preferred.
+
+    `shares`: columns rollout, style, share, answers.
+    """
     colors = style_colors(styles)
-    shares = series.shares.assign(name=series.shares["style"].map(style_name))
+    shares = shares.assign(name=shares["style"].map(style_name))
     seen = [s for s in colors if s in set(shares["style"])]
     band = bands(phases, first, last)
     palette = alt.Scale(domain=[style_name(s) for s in colors], range=[colors[s] for s in colors])
     area = (
         alt.Chart(shares)
-        .mark_area(interpolate="monotone", opacity=0.88, line={"color": "white", "size": 0.5})
+        .mark_area(
+            interpolate="monotone", clip=True, opacity=0.88, line={"color": "white", "size": 0.5}
+        )
         .encode(
             x=_rollout_axis(first, last),
             y=alt.Y(
@@ -115,9 +126,7 @@ def shares_chart(
             tooltip=[alt.Tooltip("name:N", title="preferred"), alt.Tooltip("note:N")],
         )
     )
-    return alt.layer(area, strip, _labels(band, 1.07), _switches(band)).properties(
-        height=SHARES_HEIGHT
-    )
+    return _tight(alt.layer(area, strip, _labels(band, 1.07), _switches(band)), SHARES_HEIGHT)
 
 
 def reward_chart(
@@ -127,7 +136,7 @@ def reward_chart(
     names = {"reward": "reward", "quality": "quality", "style_match": "style match"}
     lines = _long(series.marks, names)
     band = bands(phases, first, last)
-    layers: list[alt.Chart] = [_bands(band, styles)]
+    layers: list[alt.Chart] = [_bands(band, styles, first, last)]
     if len(series.points):
         # Points of equal reward would hide one another: spread around their value.
         spread = np.random.default_rng(0).uniform(-0.025, 0.025, len(series.points))
@@ -167,7 +176,7 @@ def reward_chart(
         )
     )
     layers += [_labels(band, 1.06), _switches(band)]
-    return alt.layer(*layers).properties(height=HEIGHT)
+    return _tight(alt.layer(*layers), HEIGHT)
 
 
 def value_chart(
@@ -189,25 +198,81 @@ def value_chart(
             legend=None,
         ),
     )
-    return alt.layer(_bands(band, styles), drawn, _labels(band, 1.06), _switches(band)).properties(
-        height=HEIGHT
+    layers = (_bands(band, styles, first, last), drawn, _labels(band, 1.06), _switches(band))
+    return _tight(alt.layer(*layers), HEIGHT)
+
+
+def runs_chart(
+    rewards: pd.DataFrame, phases: Sequence[Phase], last: int, styles: Sequence[str], window: int
+) -> alt.LayerChart:
+    """Rolling mean reward of several runs: a thin line a run, a thick one a preset's mean.
+
+    `rewards`: columns preset, seed, rollout, reward.
+    """
+    presets = list(dict.fromkeys(rewards["preset"]))
+    band = bands(phases, 1, last)
+    palette = alt.Scale(
+        domain=presets, range=[PRESET_COLORS[i % len(PRESET_COLORS)] for i in range(len(presets))]
     )
+    dashes = alt.Scale(
+        domain=presets, range=[PRESET_DASHES[i % len(PRESET_DASHES)] for i in range(len(presets))]
+    )
+    axis = alt.Axis(
+        values=[0, 0.25, 0.5, 0.75, 1], format="~g", title=f"mean reward of {window} rollouts"
+    )
+    y_scale = alt.Scale(domain=[-0.05, 1.15])
+    tips = [
+        alt.Tooltip("preset:N"),
+        alt.Tooltip("reward:Q", format=".2f"),
+        alt.Tooltip("rollout:Q", format=",.0f"),
+    ]
+    single = (
+        alt.Chart(rewards)
+        .mark_line(strokeWidth=1, opacity=0.45)
+        .encode(
+            x=_rollout_axis(1, last),
+            y=alt.Y("reward:Q", scale=y_scale, axis=axis),
+            color=alt.Color("preset:N", scale=palette, legend=_legend(lines=True)),
+            detail="seed:N",
+            tooltip=[*tips, alt.Tooltip("seed:N")],
+        )
+    )
+    means = rewards.groupby(["preset", "rollout"], as_index=False)["reward"].mean()
+    mean = (
+        alt.Chart(means)
+        .mark_line(strokeWidth=3)
+        .encode(
+            x=_rollout_axis(1, last),
+            y=alt.Y("reward:Q", scale=y_scale, axis=axis),
+            color=alt.Color("preset:N", scale=palette, legend=_legend(lines=True)),
+            strokeDash=alt.StrokeDash("preset:N", scale=dashes, legend=None),
+            tooltip=tips,
+        )
+    )
+    layers = (_bands(band, styles, 1, last), single, mean, _labels(band, 1.06), _switches(band))
+    return _tight(alt.layer(*layers), SHARES_HEIGHT)
 
 
-def metric_chart(table: pd.DataFrame, metric: Metric, bound: float | None = None) -> alt.LayerChart:
-    """One metric over versions: each update as a point, a rolling mean as a line."""
+def metric_chart(
+    table: pd.DataFrame, metric: Metric, bound: Bound | None = None, switches: Sequence[int] = ()
+) -> alt.LayerChart:
+    """One metric over versions: each update as a point, a rolling mean as a line.
+
+    `switches`: versions at which the preference changed.
+    """
     values = table[metric.key].astype(float)
     data = pd.DataFrame(
         {
             "version": table.index,
             "value": values.to_numpy(),
-            "mean": values.rolling(20, min_periods=3).mean().to_numpy(),
+            "mean": values.rolling(RECENT_UPDATES, min_periods=3).mean().to_numpy(),
         }
     )
-    if metric.log:
+    log = metric.log and bool((data["value"] > 0).any())
+    if log:
         data = data[data["value"] > 0]
-    scale = alt.Scale(type="log") if metric.log else alt.Scale(zero=metric.zero)
-    axis = alt.Axis(title=metric.unit or None, tickCount=4, format="~g")
+    scale = alt.Scale(type="log") if log else alt.Scale(zero=metric.zero)
+    axis = alt.Axis(title=metric.unit or None, tickCount=4, format="~r")
     base = alt.Chart(data).encode(
         x=alt.X(
             "version:Q",
@@ -220,30 +285,100 @@ def metric_chart(table: pd.DataFrame, metric: Metric, bound: float | None = None
         base.mark_circle(size=9, opacity=0.4, color=NEUTRAL).encode(
             y=alt.Y("value:Q", scale=scale, axis=axis), tooltip=tips
         ),
-        base.mark_line(strokeWidth=2, color="#4C9ED9").encode(y=alt.Y("mean:Q")),
+        base.mark_line(strokeWidth=2, color=LINE_COLOR).encode(y=alt.Y("mean:Q")),
     ]
-    if bound is not None:
+    shown = [s for s in switches if len(data) and data["version"].min() < s < table.index.max()]
+    if shown:
         layers.append(
-            alt.Chart(pd.DataFrame({"bound": [bound]}))
-            .mark_rule(strokeDash=[5, 3], strokeWidth=1.5, color="#D55E00")
-            .encode(y="bound:Q", tooltip=[alt.Tooltip("bound:Q", title="bound")])
+            alt.Chart(pd.DataFrame({"version": shown}))
+            .mark_rule(color=NEUTRAL, strokeDash=[4, 4], strokeWidth=1)
+            .encode(x="version:Q")
         )
-    return alt.layer(*layers).properties(height=SMALL_HEIGHT)
+    if bound is not None and len(data):
+        layers += _bound(bound, float(data["value"].min()), float(data["value"].max()))
+    return _tight(alt.layer(*layers), SMALL_HEIGHT)
+
+
+def _bound(bound: Bound, lowest: float, highest: float) -> list[alt.Chart]:
+    """A line at each limit; one far outside the data, which it would flatten, is only named."""
+    parts = []
+    for limit, above in ((bound.low, False), (bound.high, True)):
+        if limit is None:
+            continue
+        far = limit > 4 * highest if above else limit < lowest - 4 * (highest - lowest)
+        data = pd.DataFrame(
+            {"bound": [limit], "label": [f"{'↑' if above else '↓'} bound {limit:g}"]}
+        )
+        chart = alt.Chart(data)
+        if not far:
+            parts.append(
+                chart.mark_rule(strokeDash=[5, 3], strokeWidth=1.5, color=BOUND_COLOR).encode(
+                    y="bound:Q", tooltip=[alt.Tooltip("bound:Q", title="bound")]
+                )
+            )
+            continue
+        parts.append(
+            chart.mark_text(
+                align="right", baseline="top" if above else "bottom", fontSize=11, dx=-4
+            ).encode(x=alt.value("width"), y=alt.value(0 if above else "height"), text="label:N")
+        )
+    return parts
+
+
+def probes_chart(probes: pd.DataFrame, switches: Sequence[int] = ()) -> alt.LayerChart:
+    """Quality and reward of the held-out rounds over versions.
+
+    `probes`: columns version, quality, reward. `switches`: as in metric_chart.
+    """
+    order = ["quality", "reward"]
+    data = probes.melt("version", order, var_name="what", value_name="mean")
+    lines = (
+        alt.Chart(data.dropna())
+        .mark_line(strokeWidth=2, point=True)
+        .encode(
+            x=alt.X(
+                "version:Q",
+                scale=alt.Scale(nice=False, zero=False),
+                axis=alt.Axis(format=",d", tickMinStep=1, tickCount=5, grid=False),
+            ),
+            y=alt.Y(
+                "mean:Q",
+                scale=alt.Scale(domain=[0, 1]),
+                axis=alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="~g", title="mean"),
+            ),
+            color=alt.Color(
+                "what:N",
+                scale=alt.Scale(domain=order, range=[QUALITY_COLOR, NEUTRAL]),
+                legend=_legend(lines=True),
+            ),
+            strokeDash=alt.StrokeDash(
+                "what:N", scale=alt.Scale(domain=order, range=[[6, 3], [1, 0]]), legend=None
+            ),
+            tooltip=["what:N", alt.Tooltip("mean:Q", format=".2f"), "version:Q"],
+        )
+    )
+    shown = [s for s in switches if probes["version"].min() < s < probes["version"].max()]
+    marks = (
+        alt.Chart(pd.DataFrame({"version": shown}))
+        .mark_rule(color=NEUTRAL, strokeDash=[4, 4], strokeWidth=1)
+        .encode(x="version:Q")
+    )
+    return _tight(alt.layer(lines, marks), SMALL_HEIGHT + 40)
 
 
 def lag_chart(table: pd.DataFrame) -> alt.Chart:
     counts = table["rollout/policy_lag_max"].dropna().astype(int).value_counts().sort_index()
     data = pd.DataFrame({"lag": counts.index, "updates": counts.to_numpy()})
-    return (
+    bars = (
         alt.Chart(data)
-        .mark_bar(color="#4C9ED9")
+        .mark_bar(color=LINE_COLOR)
         .encode(
             x=alt.X("lag:O", axis=alt.Axis(title="policy lag (versions)", labelAngle=0)),
             y=alt.Y("updates:Q", axis=alt.Axis(tickCount=4, tickMinStep=1)),
             tooltip=["lag:O", "updates:Q"],
         )
-        .properties(height=SMALL_HEIGHT)
     )
+    return _tight(bars, SMALL_HEIGHT)
 
 
 SECONDS = ("batch", "critic", "policy", "anchor", "optimizer")
@@ -259,7 +394,7 @@ def seconds_chart(table: pd.DataFrame) -> alt.Chart | None:
     smooth.columns = parts
     long = smooth.rename_axis("version").reset_index().melt("version", var_name="part")
     colors = ("#999999", "#E69F00", "#56B4E9", "#B98A2F", "#9A7FD1")
-    return (
+    areas = (
         alt.Chart(long)
         .mark_area(opacity=0.9)
         .encode(
@@ -276,8 +411,8 @@ def seconds_chart(table: pd.DataFrame) -> alt.Chart | None:
             ),
             tooltip=["part:N", alt.Tooltip("value:Q", format=".2f", title="s"), "version:Q"],
         )
-        .properties(height=SMALL_HEIGHT + 40)
     )
+    return _tight(areas, SMALL_HEIGHT + 40)
 
 
 def tokens_chart(numbers: pd.DataFrame, column: str, middle: float) -> alt.LayerChart:
@@ -297,16 +432,26 @@ def tokens_chart(numbers: pd.DataFrame, column: str, middle: float) -> alt.Layer
         )
     )
     line = alt.Chart(data.head(1)).mark_rule(color=NEUTRAL).encode(y="middle:Q")
-    return alt.layer(bars, line).properties(height=SMALL_HEIGHT + 30)
+    return _tight(alt.layer(bars, line), SMALL_HEIGHT + 30)
 
 
 # ---- shared parts
 
 
-def _rollout_axis(first: int, last: int) -> alt.X:
+def _tight(chart: AnyChart, height: int) -> AnyChart:
+    """Of this height, without the room that streamlit leaves under a chart.
+
+    Marks are kept from screen readers, which would read every dot, or an empty group: the
+    axes, the chart's description and the tables say the same.
+    """
+    padding = {"bottom": 4, "left": 0, "right": 6, "top": 4}
+    return chart.properties(height=height, padding=padding).configure_mark(aria=False)
+
+
+def _rollout_axis(first: int, last: int, field: str = "rollout") -> alt.X:
     return alt.X(
-        "rollout:Q",
-        scale=alt.Scale(domain=[first, max(last, first + 1)], nice=False),
+        f"{field}:Q",
+        scale=alt.Scale(domain=[first, last + 1], nice=False),
         axis=alt.Axis(title="rollout", format=",d", grid=False, tickCount=6, tickMinStep=1),
     )
 
@@ -347,7 +492,7 @@ def _mean_lines(
     )
 
 
-def _bands(band: pd.DataFrame, styles: Sequence[str]) -> alt.Chart:
+def _bands(band: pd.DataFrame, styles: Sequence[str], first: int, last: int) -> alt.Chart:
     colors = style_colors(styles)
     data = band.assign(
         name=band["style"].map(style_name),
@@ -357,7 +502,7 @@ def _bands(band: pd.DataFrame, styles: Sequence[str]) -> alt.Chart:
         alt.Chart(data)
         .mark_rect(fillOpacity=0.16)
         .encode(
-            x=alt.X("start:Q"),
+            x=_rollout_axis(first, last, "start"),
             x2="end:Q",
             color=alt.Color("color:N", scale=None),
             tooltip=[alt.Tooltip("name:N", title="preferred"), alt.Tooltip("note:N")],
@@ -368,7 +513,7 @@ def _bands(band: pd.DataFrame, styles: Sequence[str]) -> alt.Chart:
 def _labels(band: pd.DataFrame, height: float) -> alt.Chart:
     return (
         alt.Chart(band.assign(height=height))
-        .mark_text(color=NEUTRAL, fontWeight="bold", fontSize=12, baseline="bottom")
+        .mark_text(fontWeight="bold", fontSize=12, baseline="bottom")
         .encode(x=alt.X("middle:Q"), y=alt.Y("height:Q"), text="label:N")
     )
 

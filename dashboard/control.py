@@ -45,6 +45,15 @@ class ServiceClient:
     def rollback(self, version: int) -> dict[str, Any]:
         return self._ask("POST", "/v1/learning/rollback", {"version": version})
 
+    def pin(self, version: int, pinned: bool) -> dict[str, Any]:
+        """Keep (or no longer keep) a version's checkpoint from being thinned out."""
+        path = "/v1/learning/pin" if pinned else "/v1/learning/unpin"
+        return self._ask("POST", path, {"version": version})
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Write the current version down, so that it can be gone back to."""
+        return self._ask("POST", "/v1/learning/checkpoint")
+
     def set_preference(self, style: str, pool: list[str], note: str | None) -> dict[str, Any]:
         return self._ask("PUT", "/v1/preference", {"style": style, "pool": pool, "note": note})
 
@@ -71,6 +80,12 @@ class ServiceClient:
             raise ControlError("The service refused the key; enter its admin key above.")
         said = data.get("error", {}) if isinstance(data, dict) else {}
         message = said.get("message") if isinstance(said, dict) else said
+        if answer.status_code == 404 and message in (None, "", {}, "Not Found"):
+            # A route that it does not have; of what it does not find it says more than that.
+            raise ControlError(
+                f"The service at {self.url} has no {path}: it is older than this dashboard, so "
+                "this cannot be done here. Nothing was changed."
+            )
         raise ControlError(
             f"The service refused ({answer.status_code}): {message or answer.text[:200] or path}"
         )

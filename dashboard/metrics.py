@@ -1,8 +1,37 @@
-"""What each logged metric means to an operator. One line of text per chart."""
+"""What each logged metric means to an operator: how to read it, and where it stops being well.
+
+A run that has guard rails recorded their bounds among its settings (`guards`), and those are
+drawn; for a run without, the bounds here are: wide enough that an honest run, a switch
+included, does not touch them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+PER_MINUTE = "updates/per_minute"  # no metric of an update: from the times between them
+RECENT_UPDATES = 20  # updates whose mean is held against a bound
+OURS = "the dashboard's"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The mean over RECENT_UPDATES should lie between `low` and `high`, where they are set."""
+
+    low: float | None = None
+    high: float | None = None
+    advice: str = ""  # what to do beyond it
+    source: str = OURS
+
+    def holds(self, mean: float) -> bool:
+        return (self.low is None or mean >= self.low) and (self.high is None or mean <= self.high)
+
+    def __str__(self) -> str:
+        parts = [f"at least {self.low:g}"] if self.low is not None else []
+        parts += [f"at most {self.high:g}"] if self.high is not None else []
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -13,6 +42,7 @@ class Metric:
     unit: str = ""
     log: bool = False
     zero: bool = True  # the axis begins at 0
+    bound: Bound | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +62,10 @@ GROUPS = (
                 "128 rollouts: 0 is no better than the mean, below 0 worse; gaps mean all rewards "
                 "were alike.",
                 zero=False,
+                bound=Bound(
+                    low=-2.0,
+                    advice="The critic misleads: pause, and lower learner.critic_lr.",
+                ),
             ),
             Metric(
                 "critic/value_first",
@@ -62,6 +96,11 @@ GROUPS = (
                 "Distance from the weights it began with; a steady climb without a rise in reward "
                 "is drift.",
                 "nats per token",
+                bound=Bound(
+                    high=1.0,
+                    advice="The policy has gone far from its start: roll back, and raise "
+                    "learner.kl_coef or lower learner.policy_lr.",
+                ),
             ),
             Metric(
                 "policy/entropy",
@@ -69,6 +108,11 @@ GROUPS = (
                 "How freely the next token is chosen; near 0 the policy says one thing only and "
                 "cannot follow a switch.",
                 "nats per token",
+                bound=Bound(
+                    low=0.02,
+                    advice="The policy says one thing only: roll back to a version from before "
+                    "the fall, and raise learner.kl_coef.",
+                ),
             ),
             Metric(
                 "rollout/num_action_tokens",
@@ -76,6 +120,11 @@ GROUPS = (
                 "Tokens per answer; a sudden climb or collapse often means that the judge is "
                 "being gamed.",
                 "tokens",
+                bound=Bound(
+                    low=2.0,
+                    advice="Answers have all but vanished: roll back, and read under Rollouts "
+                    "what the judge rewards.",
+                ),
             ),
         ),
     ),
@@ -88,12 +137,22 @@ GROUPS = (
                 "Mean difference between the engine's and the learner's log-probs: it should be "
                 "small and flat; a climb means that the two no longer hold the same weights.",
                 "nats per token",
+                bound=Bound(
+                    high=0.3,
+                    advice="Engine and learner disagree about the same tokens: pause, and see "
+                    "the service's log for failed publishes.",
+                ),
             ),
             Metric(
                 "policy/masked_fraction",
                 "Masked fraction",
-                "Share of tokens outside the trust region, which teach nothing; above 0.1 the "
-                "answers are too old or the steps too large.",
+                "Share of tokens outside the trust region, which teach nothing; it climbs when "
+                "answers are too old or steps too large.",
+                bound=Bound(
+                    high=0.25,
+                    advice="Many tokens teach nothing: send fewer requests at a time, or lower "
+                    "learner.policy_lr.",
+                ),
             ),
             Metric(
                 "rollout/policy_lag_max",
@@ -105,7 +164,9 @@ GROUPS = (
             Metric(
                 "policy/effective_sample_size",
                 "Effective sample size",
-                "1 when every token counts the same; well below it a few tokens carry the update.",
+                "Close to the answer length when every token counts the same; well below it a "
+                "few tokens carry the update.",
+                "tokens",
             ),
         ),
     ),
@@ -137,6 +198,58 @@ GROUPS = (
                 "Should be flat; a climb means that another process takes the machine.",
                 "s",
             ),
+            Metric(
+                PER_MINUTE,
+                "Updates per minute",
+                "Each learns from one answer, unless learner.rollouts_per_update says more; falls "
+                "to 0 while nobody asks.",
+                "per minute",
+            ),
         ),
     ),
 )
+
+
+METRICS = {metric.key: metric for group in GROUPS for metric in group.metrics}
+
+
+# The guard rail that watches a metric: its setting, and whether it bounds from above.
+GUARDS = {
+    "policy/kl_to_start": ("kl_to_start_max", True),
+    "policy/entropy": ("entropy_min", False),
+    "rollout/num_action_tokens": ("answer_tokens_min", False),
+    "policy/logprob_gap": ("logprob_gap_max", True),
+    "policy/masked_fraction": ("masked_fraction_max", True),
+    "critic/explained_variance": ("explained_variance_min", False),
+}
+
+
+def bounds(config: Mapping[str, Any]) -> dict[str, Bound]:
+    """The bound of each metric that has one, by its key.
+
+    `config`: the run's settings as it recorded them. A guard rail that is switched off (None)
+    leaves no bound.
+    """
+    found = {key: metric.bound for key, metric in METRICS.items() if metric.bound is not None}
+    guards = config.get("guards") or {}
+    for key, (setting, from_above) in GUARDS.items():
+        if setting not in guards:
+            continue
+        limit = guards[setting]
+        if limit is None:
+            found.pop(key, None)
+            continue
+        found[key] = Bound(
+            low=None if from_above else float(limit),
+            high=float(limit) if from_above else None,
+            advice=found[key].advice if key in found else "",
+            source=f"guards.{setting}",
+        )
+    lag = (config.get("learner") or {}).get("max_policy_lag")
+    if lag is not None:
+        found["rollout/policy_lag_max"] = Bound(
+            high=float(lag),
+            advice="Answers come faster than the learner learns: send fewer at a time.",
+            source="learner.max_policy_lag",
+        )
+    return found

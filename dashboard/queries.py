@@ -7,16 +7,18 @@ Only answers to clients count (not those made for value pretraining).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from dashboard.metrics import METRICS, PER_MINUTE, RECENT_UPDATES
 from online_sao.errors import NotFoundError, StoreError
 from online_sao.store.database import make_engine, parse_url, place_of, store_errors
 from online_sao.store.models import (
@@ -41,7 +43,10 @@ COUNTED = 10_000  # answers of a phase are counted up to here
 VERSIONS_SHOWN = 400  # versions across a chart of metrics; more are thinned evenly
 RECENT = 40  # rollouts that "now" means
 FIRST = 20  # rollouts that "at the switch" means
-SEARCHED = 50_000  # newest answers that a text search looks through
+SEARCHED = 50_000  # answers that a search without an index looks through
+
+SAME_LOOKED = 400  # answers of a version that are looked at for questions another has answered
+PROBE = "probe"  # purpose of answers to held-out questions, where the service asks them
 
 _served = rollouts.c.purpose == Purpose.SERVE.value
 _scored = rollouts.c.reward.isnot(None)
@@ -64,7 +69,8 @@ class Phase:
 class Situation:
     """What is going on, as far as the store knows."""
 
-    num_rollouts: int
+    num_rollouts: int  # the number of the newest; 0 while no client has asked
+    first_rollout: int = 1  # the first answer to a client
     run: str | None = None
     preset: str | None = None
     phase: Phase | None = None
@@ -79,6 +85,9 @@ class Situation:
     version: int | None = None
     policy_lag: float | None = None
     updates_per_minute: float | None = None
+    num_updates: int = 0  # counted up to RECENT_UPDATES
+    recent: Mapping[str, float] = field(default_factory=dict)  # means over those updates
+    config: Mapping[str, Any] = field(default_factory=dict)  # the run's settings
     paused_since: datetime | None = None
     pause_reason: str | None = None
     warnings: list[Event] = field(default_factory=list)  # guards and errors in this phase
@@ -94,6 +103,23 @@ class Series:
     points: pd.DataFrame  # rollout, at, reward, style; empty for long ranges
     width: int  # rollouts in a group
     sampled: int | None = None  # rollouts looked at in each group, if not all
+
+
+class Kept(NamedTuple):
+    """A version with a checkpoint."""
+
+    version: int
+    created_at: datetime
+    pinned: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Answers of two versions to the same questions, a row per question."""
+
+    answers: pd.DataFrame  # question; rollout, version, style, reward, answer of _one and _two
+    held_out: bool  # asked for the comparison, and not by clients
+    questions: int  # that both answered
 
 
 @dataclass(frozen=True)
@@ -115,6 +141,7 @@ class StoreReader:
         self.place = place_of(parsed)
         self._file = parsed.database if parsed.get_backend_name() == "sqlite" else None
         self._engine = make_engine(parsed, read_only=True)
+        self._inode: int | None = None  # of the file that is open
 
     def close(self) -> None:
         self._engine.dispose()
@@ -151,7 +178,7 @@ class StoreReader:
     def situation(self) -> Situation:
         def work(conn: Connection) -> Situation:
             c = rollouts.c
-            total = _num_rollouts(conn)
+            first_served = _first_served(conn)
             run = conn.execute(runs.select().order_by(runs.c.started.desc()).limit(1)).first()
             phases = _phases(conn)
             phase = phases[-1] if phases else None
@@ -167,6 +194,7 @@ class StoreReader:
                 sa.select(c.created_at, c.state).where(_served).order_by(c.seq.desc()).limit(RECENT)
             ).all()
             paused = _paused(conn)
+            updates = _recent_updates(conn)
             warned = (
                 events.select()
                 .where(events.c.kind.in_(("guard", "error")))
@@ -177,7 +205,8 @@ class StoreReader:
             judged = [r for r in latest if r.state != RolloutState.PENDING]
             failed = sum(r.state == RolloutState.UNSCORED for r in judged)
             return Situation(
-                num_rollouts=total,
+                num_rollouts=_num_rollouts(conn) if first_served else 0,
+                first_rollout=first_served or 1,
                 run=run.id if run else None,
                 preset=run.preset if run else None,
                 phase=phase,
@@ -206,6 +235,9 @@ class StoreReader:
                 if version
                 else None,
                 updates_per_minute=_updates_per_minute(conn),
+                num_updates=len(updates),
+                recent=_means(updates),
+                config=dict(run.config or {}) if run else {},
                 paused_since=paused.created_at if paused else None,
                 pause_reason=str(paused.data.get("reason", "")) if paused else None,
                 warnings=[_event(row) for row in conn.execute(warned)],
@@ -274,7 +306,8 @@ class StoreReader:
     def health(self, last: int | None) -> pd.DataFrame:
         """Metrics of the newest `last` versions (None: all), a column per metric.
 
-        Index: version. Thinned evenly to VERSIONS_SHOWN rows.
+        Index: version. Thinned evenly to VERSIONS_SHOWN rows. PER_MINUTE: updates per minute
+        since the row before.
         """
 
         def work(conn: Connection) -> pd.DataFrame:
@@ -295,15 +328,40 @@ class StoreReader:
             table = pd.DataFrame(
                 [{"version": r.version, "at": r.created_at, **(r.metrics or {})} for r in rows]
             )
-            return table.set_index("version") if len(table) else table
+            if not len(table):
+                return table
+            made = table["version"].diff() / table["at"].diff().dt.total_seconds() * 60
+            table[PER_MINUTE] = made.replace(math.inf, math.nan)
+            return table.set_index("version")
 
         return self._read(work)
 
-    def run_settings(self) -> dict[str, Any]:
-        """The learner's settings in the current run; empty if unknown."""
+    def probes(self, limit: int = 400) -> pd.DataFrame:
+        """Rounds of held-out questions, oldest first: version, quality, reward, answers."""
+        query = (
+            events.select()
+            .where(events.c.kind == "probe")
+            .order_by(events.c.id.desc())
+            .limit(limit)
+        )
+        rounds = self._read(lambda conn: [_event(row) for row in conn.execute(query)])[::-1]
+        return pd.DataFrame(
+            [
+                {
+                    "version": probe.data.get("version"),
+                    "quality": probe.data.get("quality"),
+                    "reward": probe.data.get("reward"),
+                    "answers": probe.data.get("num_answers"),
+                }
+                for probe in rounds
+            ],
+            columns=["version", "quality", "reward", "answers"],
+        )
+
+    def run_config(self) -> dict[str, Any]:
+        """The settings of the current run, a dict per section; empty if unknown."""
         query = sa.select(runs.c.config).order_by(runs.c.started.desc()).limit(1)
-        config = self._read(lambda conn: conn.execute(query).scalar())
-        return dict((config or {}).get("learner", {}))
+        return dict(self._read(lambda conn: conn.execute(query).scalar()) or {})
 
     def distinct_share(self, last: int = 200) -> float | None:
         """Share of different texts among the newest answers."""
@@ -475,14 +533,15 @@ class StoreReader:
 
         return self._read(work)
 
-    def kept_versions(self) -> list[int]:
+    def kept_versions(self) -> list[Kept]:
         """Versions that have a checkpoint to roll back to, newest first."""
+        v = versions.c
         query = (
-            sa.select(versions.c.version)
-            .where(versions.c.checkpoint.isnot(None))
-            .order_by(versions.c.version.desc())
+            sa.select(v.version, v.created_at, v.pinned)
+            .where(v.checkpoint.isnot(None))
+            .order_by(v.version.desc())
         )
-        return self._read(lambda conn: list(conn.execute(query).scalars()))
+        return self._read(lambda conn: [Kept(*row) for row in conn.execute(query)])
 
     def version_metrics(self, version: int) -> dict[str, Any]:
         query = versions.select().where(versions.c.version == version)
@@ -519,6 +578,33 @@ class StoreReader:
 
         return self._read(work)
 
+    def same_prompts(self, one: int, two: int, limit: int = 4) -> Comparison:
+        """Answers of two versions to the same questions.
+
+        Held-out answers if the store has them; else answers to clients who asked the same at
+        both times. Looked for among the SAME_LOOKED answers around each version's making; of
+        several, the one whose version is nearest. NotFoundError for an unknown version.
+        """
+
+        def work(conn: Connection) -> Comparison:
+            for purpose in (PROBE, Purpose.SERVE.value):
+                sides = [_answers_by_question(conn, number, purpose) for number in (one, two)]
+                rows = []
+                for question, first in sides[0].items():
+                    second = sides[1].get(question)
+                    if second is None or second["rollout"] == first["rollout"]:
+                        continue
+                    row = {"question": question, "far": first["distance"] + second["distance"]}
+                    for side, answer in (("one", first), ("two", second)):
+                        row |= {f"{k}_{side}": v for k, v in answer.items() if k != "distance"}
+                    rows.append(row)
+                if rows:
+                    rows.sort(key=lambda row: row.pop("far"))
+                    return Comparison(pd.DataFrame(rows[:limit]), purpose == PROBE, len(rows))
+            return Comparison(pd.DataFrame(), False, 0)
+
+        return self._read(work)
+
     def events(self, limit: int = 200) -> list[Event]:
         """The newest events, newest first."""
         query = events.select().order_by(events.c.id.desc()).limit(limit)
@@ -530,8 +616,21 @@ class StoreReader:
         return self._read(lambda conn: conn.execute(query).scalar())
 
     def _read(self, work: Callable[[Connection], T]) -> T:
+        self._notice_another_file()
         with store_errors(self.place), self._engine.connect() as conn:
             return work(conn)
+
+    def _notice_another_file(self) -> None:
+        """A store that was deleted and made anew: open connections still read the old one."""
+        if self._file is None:
+            return
+        try:
+            inode = os.stat(self._file).st_ino
+        except OSError:
+            inode = None
+        if inode != self._inode:
+            self._engine.dispose()
+            self._inode = inode
 
 
 # ---- pieces
@@ -551,29 +650,32 @@ def _mean(numbers: Sequence[float]) -> float | None:
 
 
 def _phases(conn: Connection) -> list[Phase]:
+    c = rollouts.c
+    first = (
+        sa.select(c.seq)
+        .where(c.created_at >= events.c.created_at)
+        .order_by(c.created_at)
+        .limit(1)
+        .scalar_subquery()
+    )
     rows = conn.execute(
-        events.select().where(events.c.kind == "preference").order_by(events.c.id)
+        sa.select(events, first.label("first_seq"))
+        .where(events.c.kind == "preference")
+        .order_by(events.c.id)
     ).all()
-    phases = []
-    for row in rows:
-        first = conn.execute(
-            sa.select(rollouts.c.seq)
-            .where(rollouts.c.created_at >= row.created_at)
-            .order_by(rollouts.c.created_at)
-            .limit(1)
-        ).scalar()
-        phases.append(
-            Phase(
-                style=row.data["style"],
-                pool=tuple(row.data["pool"]),
-                note=row.data.get("note"),
-                event_id=row.id,
-                started_at=row.created_at,
-                weight_version=row.weight_version,
-                first_seq=first if first is not None else _num_rollouts(conn) + 1,
-            )
+    coming = _num_rollouts(conn) + 1
+    return [
+        Phase(
+            style=row.data["style"],
+            pool=tuple(row.data["pool"]),
+            note=row.data.get("note"),
+            event_id=row.id,
+            started_at=row.created_at,
+            weight_version=row.weight_version,
+            first_seq=coming if row.first_seq is None else row.first_seq,
         )
-    return phases
+        for row in rows
+    ]
 
 
 def _styles(phases: Sequence[Phase]) -> list[str]:
@@ -607,6 +709,33 @@ def _updates_per_minute(conn: Connection) -> float | None:
     return 60 * (len(times) - 1) / seconds if seconds > 0 else None
 
 
+def _first_served(conn: Connection) -> int | None:
+    first = sa.select(rollouts.c.seq).where(_served).order_by(rollouts.c.seq).limit(1)
+    return conn.execute(first).scalar()
+
+
+def _recent_updates(conn: Connection) -> list[dict[str, Any]]:
+    """Metrics of the newest updates on the line of weights that serves."""
+    v = versions.c
+    newest = (
+        sa.select(v.metrics)
+        .where(v.kind == "update", v.abandoned == sa.false())
+        .order_by(v.version.desc())
+        .limit(RECENT_UPDATES)
+    )
+    return [metrics or {} for metrics in conn.execute(newest).scalars()]
+
+
+def _means(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean of each metric that the dashboard explains, over the updates that have it."""
+    found = {}
+    for key in METRICS:
+        known = [u[key] for u in updates if isinstance(u.get(key), int | float)]
+        if known:
+            found[key] = sum(known) / len(known)
+    return found
+
+
 def _event(row: sa.Row[Any]) -> Event:
     return Event(row.id, row.kind, row.data, row.created_at, row.weight_version)
 
@@ -629,6 +758,48 @@ def _version_row(row: sa.Row[Any]) -> dict[str, Any]:
         "seconds": metrics.get("seconds/total"),
         "run_id": row.run_id,
     }
+
+
+def _answers_by_question(conn: Connection, version: int, purpose: str) -> dict[str, dict[str, Any]]:
+    """To each last message the answer whose version is nearest to `version`."""
+    c = rollouts.c
+    made = conn.execute(
+        sa.select(versions.c.created_at).where(versions.c.version == version)
+    ).scalar()
+    if made is None:
+        raise NotFoundError(f"There is no weight version {version}.")
+    near = conn.execute(
+        sa.select(c.seq).where(c.created_at >= made).order_by(c.created_at).limit(1)
+    ).scalar()
+    middle = _num_rollouts(conn) + 1 if near is None else near
+    columns = (c.seq, c.weight_version_start, c.detected_style, c.reward)
+    query = (
+        sa.select(*columns, rollout_details.c.messages, rollout_details.c.answer)
+        .select_from(rollouts.join(rollout_details))
+        .where(c.purpose == purpose)
+        .limit(SAME_LOOKED // 2)
+    )
+    around = SEARCHED // 2  # held-out answers are rare: not all are looked through for them
+    after = conn.execute(query.where(c.seq.between(middle, middle + around)).order_by(c.seq)).all()
+    before = conn.execute(
+        query.where(c.seq.between(middle - around, middle - 1)).order_by(c.seq.desc())
+    ).all()
+    found: dict[str, dict[str, Any]] = {}
+    for seq, written_by, style, reward, messages, answer in [*after, *before]:
+        question = messages[-1].get("content") if messages else None
+        if not answer or not isinstance(question, str):
+            continue
+        distance = abs(written_by - version)
+        if question not in found or distance < found[question]["distance"]:
+            found[question] = {
+                "rollout": seq,
+                "version": written_by,
+                "style": style,
+                "reward": reward,
+                "answer": answer,
+                "distance": distance,
+            }
+    return found
 
 
 def _escaped(text: str) -> str:

@@ -13,6 +13,7 @@ from online_sao.config import EMBEDDED_MODEL, PRESETS, Config
 from online_sao.errors import OnlineSAOError
 
 EXIT_ERROR = 2
+EXIT_FAULT = 1  # of `doctor`: it worked, and found something
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,6 +97,28 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--out", default="runs/offline", metavar="DIR")
     train.set_defaults(run=_train)
 
+    doctor = commands.add_parser(
+        "doctor",
+        help="check model, disk, store, judge and endpoint, with one request each",
+        description="Says what is wrong and what to do. Exit code 1 if anything is. Give it the "
+        "same options as `serve`; a judge that costs money is asked for one verdict.",
+    )
+    _config_options(doctor)
+    doctor.add_argument("--host", help="that the endpoint was started with")
+    doctor.add_argument("--port", type=int, help="that the endpoint was started with")
+    doctor.add_argument("--url", help="the endpoint, instead of host and port")
+    doctor.set_defaults(run=_doctor)
+
+    migrate = commands.add_parser(
+        "migrate",
+        help="bring an older store to this version's schema",
+        description="`serve` does this by itself; other commands refuse an older store. SQLite: "
+        "a copy of the file is made before. PostgreSQL: back it up before.",
+    )
+    migrate.add_argument("--run-dir", metavar="DIR", help="folder of the endpoint's state")
+    migrate.add_argument("--store", metavar="URL", help="database, instead of --run-dir")
+    migrate.set_defaults(run=_migrate)
+
     export = commands.add_parser(
         "export",
         help="write a version as a model folder",
@@ -118,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     dashboard.add_argument("--run-dir", metavar="DIR", help="folder of the endpoint's state")
     dashboard.add_argument("--store", metavar="URL", help="database, instead of --run-dir")
     dashboard.add_argument("--url", default="http://127.0.0.1:8000", help="the endpoint itself")
+    dashboard.add_argument("--runs", default="runs", metavar="DIR", help="results of simulations")
     dashboard.add_argument("--port", type=int, default=8501)
     dashboard.set_defaults(run=_dashboard)
 
@@ -303,6 +327,30 @@ def _guarded(function: Any, *arguments: Any) -> None:
         sys.exit(130)
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    config = load_config(args)
+    from online_sao.service.doctor import examine
+
+    findings = examine(config, args.url)
+    for finding in findings:
+        print(f"{'FAULT' if finding.is_fault else 'ok':<6}{finding.part:<7}{finding.what}")
+        if finding.is_fault:
+            print(f"{'':<13}-> {finding.remedy}")
+    return EXIT_FAULT if any(finding.is_fault for finding in findings) else 0
+
+
+def _migrate(args: argparse.Namespace) -> None:
+    from online_sao.store.migration import migrate
+
+    overrides = {"service.run_dir": args.run_dir} if args.run_dir else {}
+    done = migrate(args.store or Config.load(overrides=overrides).store_url)
+    if done is None:
+        _say("nothing to do")
+        return
+    copy = f"; a copy from before is {done.backup}" if done.backup else ""
+    _say(f"migrated from schema {done.before} to {done.after}{copy}")
+
+
 def _dashboard(args: argparse.Namespace) -> int:
     import subprocess
     from importlib.util import find_spec
@@ -317,6 +365,7 @@ def _dashboard(args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "streamlit", "run", str(app)]
     command += ["--server.port", str(args.port), "--browser.gatherUsageStats", "false"]
     command += ["--server.headless", "true", "--", "--store", store, "--url", args.url]
+    command += ["--runs", args.runs]
     _say(f"dashboard at http://127.0.0.1:{args.port}")
     return subprocess.call(command)
 

@@ -1,7 +1,7 @@
 """All settings, and the only place that reads TOML files and the environment.
 
 A config file is TOML with one table per class below (`[model]`, `[engine]`, `[learner]`,
-`[judge]`, `[preference]`, `[store]`, `[service]`). Unknown keys are errors. Precedence:
+`[judge]`, `[preference]`, `[guards]`, `[store]`, `[service]`). Unknown keys are errors. Precedence:
 keyword overrides, then environment, then file, then preset, then the defaults written here.
 
 Environment: ONLINE_SAO_HOME (cache and runs), ONLINE_SAO_API_KEY, ONLINE_SAO_ADMIN_KEY.
@@ -61,6 +61,10 @@ class EngineConfig(_Section):
     """Seed of sampling for requests without one; default: drawn anew at each start."""
     num_replicas: int = Field(1, ge=1)
     """Engine replicas behind the endpoint."""
+    resources: dict[str, float] = {}
+    """Ray resources that a replica needs, for placement on a cluster: `{rack_a = 1}`."""
+    gpu_share: float = Field(0.5, gt=0)
+    """Ray GPUs of a replica (CUDA only); with the learner's share 1 in all, both share one."""
     update_deadline_s: float = Field(60.0, gt=0)
     """A replica that has not loaded new weights by then is marked unhealthy."""
 
@@ -143,6 +147,10 @@ class LearnerConfig(_Section):
     """Arithmetic of forward and backward; masters and optimiser state are float32."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of the learner; default: all cores."""
+    resources: dict[str, float] = {}
+    """Ray resources that the learner needs, for placement on a cluster."""
+    gpu_share: float = Field(0.5, gt=0)
+    """Ray GPUs of the learner (CUDA only)."""
     seed: int = 0
     # the loop
     credit: Literal["turn", "session"] = "turn"
@@ -222,6 +230,47 @@ class PreferenceConfig(_Section):
     """The styles that the judge tells apart."""
 
 
+class GuardConfig(_Section):
+    """Guard rails (online_sao/learner/guards.py, docs/operations.md): bounds on means over the
+    last `window` trained rollouts. None switches a single guard off."""
+
+    action: Literal["off", "warn", "pause", "rollback"] = "pause"
+    """What a guard does when it fires; `warn` only records it."""
+    window: int = Field(32, ge=1)
+    """Trained rollouts over which means are taken; no guard speaks before they are there."""
+    grace_rollouts: int = Field(64, ge=0)
+    """Trained rollouts after a preference event in which guards of the reward are silent."""
+    kl_to_start_max: float | None = Field(1.0, gt=0)
+    """KL to the start policy, nats per action token (measured where kl_coef > 0)."""
+    entropy_min: float | None = Field(0.02, ge=0)
+    """Entropy of the policy, nats per action token."""
+    answer_tokens_min: float | None = Field(2.0, ge=0)
+    """Action tokens of the answers that ended by themselves."""
+    distinct_answers_min: float | None = Field(0.2, ge=0, le=1)
+    """Distinct answers per distinct prompt, of answers with `distinct_min_tokens` or more."""
+    distinct_min_tokens: int = Field(8, ge=1)
+    repetition_max: float | None = Field(0.3, ge=0, le=1)
+    """Share of an answer's token trigrams that it has had before."""
+    masked_fraction_max: float | None = Field(0.25, ge=0, le=1)
+    """Share of action tokens outside the trust region."""
+    logprob_gap_max: float | None = Field(0.3, gt=0)
+    """Mean |log pi - behavior log-prob|, nats: engine and learner drift apart."""
+    explained_variance_min: float | None = -2.0
+    """Of the critic, over learner.window: below 0 it is worse than a constant."""
+    reward_drop_max: float | None = Field(0.75, gt=0, le=1)
+    """Share of its best windowed mean since the preference event that the reward may lose."""
+    probe_every: int = Field(100, ge=0)
+    """Versions between two rounds of held-out probes (needs service.topics); 0: no probes."""
+    probe_prompts: int = Field(8, ge=1)
+    """Held-out prompts answered per round."""
+    probe_rounds: int = Field(3, ge=1)
+    """Rounds over which held-out quality is taken."""
+    probe_quality_drop_max: float | None = Field(0.5, gt=0, le=1)
+    """How far held-out quality may fall below that of the first round."""
+    forgeries_max: float | None = Field(0.5, ge=0, lt=1)
+    """Share of answers made to be worthless that the judge may reward."""
+
+
 class StoreConfig(_Section):
     url: str | None = None
     """SQLAlchemy URL; default: SQLite in the run's folder."""
@@ -240,7 +289,7 @@ class ServiceConfig(_Section):
     """Requests in a replica beyond which the answer is 429."""
     max_body_bytes: int = Field(1 << 20, ge=1024)
     max_choices: int = Field(64, ge=1)
-    """The largest `n` of a request; beyond it the answer is 400."""
+    """Answers that one request may ask for (`n` times its prompts); beyond it the answer is 400."""
     min_trainable_temperature: float = Field(0.3, ge=0)
     reward_source: Literal["judge", "feedback", "feedback_then_judge"] = "judge"
     feedback_wait_s: float = Field(30.0, ge=0)
@@ -253,6 +302,12 @@ class ServiceConfig(_Section):
     """Newest turns of a session among which the one that a request goes on from is looked for."""
     retention_days: float | None = Field(None, gt=0)
     """Texts and token ids of answers older than this are removed; None: they are kept."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of the structured logs in run_dir/logs (one file per part)."""
+    log_max_bytes: int = Field(10 * 2**20, ge=1 << 10)
+    """A log file that grows beyond this is renamed; three old ones are kept."""
+    body_timeout_s: float = Field(30.0, gt=0)
+    """A request whose body has not arrived by then is answered 408."""
 
 
 class Config(_Section):
@@ -261,6 +316,7 @@ class Config(_Section):
     learner: LearnerConfig = LearnerConfig()
     judge: JudgeConfig = JudgeConfig()
     preference: PreferenceConfig = PreferenceConfig()
+    guards: GuardConfig = GuardConfig()
     store: StoreConfig = StoreConfig()
     service: ServiceConfig = ServiceConfig()
 

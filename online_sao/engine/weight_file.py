@@ -7,6 +7,7 @@ costs several times the copy itself.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -15,7 +16,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,27 @@ def write_weight_file(
     return WeightFile(
         version, str(path), path.stat().st_size, file_checksum(path), layout_checksum(path)
     )
+
+
+def copy_weight_file(file: WeightFile, data: bytes | memoryview, folder: Path) -> WeightFile:
+    """`file`, whose bytes came from another machine as `data`, as a file of this one.
+
+    The copies of an earlier version take turns like the originals. Raises WeightUpdateError
+    when there is no room; what arrived is checked by `WeightFile.verify` as ever.
+    """
+    path = folder / f"weights-{file.version % FILES_KEPT}.safetensors"
+    partial = path.with_suffix(".partial")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise WeightUpdateError(
+            f"Weight version {file.version} cannot be written to {folder}: {error.strerror}."
+        ) from None
+    return replace(file, path=str(path))
 
 
 def file_checksum(path: str | Path) -> int:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from online_sao.config import LearnerConfig
 from online_sao.errors import ModelError
 from online_sao.learner.batch import Batch
+from online_sao.learner.decoder import Decoder
 from online_sao.learner.parameters import TrainedParameters
-from online_sao.learner.policy import hidden_states, load_causal_lm
+from online_sao.learner.policy import load_causal_lm
 
 # Parameter names by role, over the architectures that transformers names in these ways.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)$")
@@ -61,6 +62,7 @@ class Critic:
     def __init__(self, model: str, config: LearnerConfig, device: torch.device) -> None:
         dtype = getattr(torch, config.compute_dtype)
         self.backbone = load_causal_lm(model, dtype, device).base_model
+        self._decoder = Decoder(self.backbone)
         hidden_size = self.backbone.config.get_text_config().hidden_size
         # float32: values are compared with rewards at a precision that bfloat16 lacks.
         self.head = nn.Linear(hidden_size, 1, device=device, dtype=torch.float32)
@@ -88,5 +90,5 @@ class Critic:
         Zero, without gradient, outside the action mask: only states before an action count.
         """
         rows, columns = batch.state_index
-        states = hidden_states(self.backbone, batch)[rows, columns]
+        states = self._decoder(batch)[rows, columns]
         return batch.scatter(self.head(states.float())[:, 0])

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +39,7 @@ from online_sao.learner.checkpoint import (
     read_state,
     save_checkpoint,
 )
+from online_sao.learner.guards import Firing, GuardRails, ProbeResult, make_samples
 from online_sao.learner.learner import Learner, Metrics
 from online_sao.store import RolloutStore
 from online_sao.store.store import TrainedArrays
@@ -50,6 +51,7 @@ POLL_S = 1.0  # how often an idle loop looks into the store unasked
 STORE_RETRY_S = 2.0  # pause after the store refused
 PUBLISH_RETRY_S = 5.0  # after a failed publish, learning goes on for so long before the next
 MAX_FAILURES_IN_A_ROW = 5  # then the loop pauses itself instead of eating the queue
+EVENTS_READ = 1000  # of a kind, when a learner looks for what one before it has seen
 RATE_WINDOW_S = 120.0  # over which trained rollouts per minute are taken
 
 
@@ -78,6 +80,7 @@ class LoopStatus:
     rollouts_per_minute: float
     metrics: Metrics
     pretraining: dict[str, Any]
+    guards: dict[str, Any]
 
 
 def make_run(config: Config, model_hash: str) -> Run:
@@ -86,6 +89,8 @@ def make_run(config: Config, model_hash: str) -> Run:
     # Where and how fast, not what is learned:
     for name in (
         "threads",
+        "resources",
+        "gpu_share",
         "checkpoint_every",
         "checkpoint_keep",
         "publish_min_interval_s",
@@ -140,6 +145,11 @@ class LearnerLoop:
         self._metrics: Metrics = {}
         self._trained_at: list[float] = []
         self._pretraining: dict[str, Any] = {"state": "none", "done": 0, "total": 0}
+        self._guards = GuardRails(config.guards)
+        self._guards_status = self._guards.status()
+        self._probes: list[ProbeResult] = []  # rounds that the guards have not seen yet
+        self._last_firing: dict[str, Any] | None = None
+        self._kept: int | None = None  # checkpoint pinned by a guard, until learning resumes
 
     # --- start
 
@@ -165,6 +175,7 @@ class LearnerLoop:
             lost = self._store.rewind(-1 if parent is None else parent, self._run.id)
             self._event("resume", {"from_version": parent, "rollouts_returned": lost})
             self._pause_reason = self._pause_in_force()
+            self._remember_guards()
         self._version = self._store.next_version()
         self._store.add_version(
             WeightVersion(self._version, parent=parent, run_id=self._run.id, kind=kind)
@@ -227,6 +238,19 @@ class LearnerLoop:
             return None
         return str(paused[0].data["reason"])
 
+    def _remember_guards(self) -> None:
+        """What the guards of the learner before us held: first probes, last firing, its pin."""
+        for event in self._store.events("probe", after_id=0, limit=EVENTS_READ):
+            if event.data["run_id"] == self._run.id and event.data["quality"] is not None:
+                fields = ("version", "num_answers", "quality", "reward", "forgeries_rewarded")
+                self._guards.reference = ProbeResult(*(event.data[name] for name in fields))
+                break
+        fired = self._store.events("guard", limit=1)
+        if fired:
+            self._last_firing = fired[0].data
+            if self._pause_reason is not None:
+                self._kept = fired[0].data["kept_version"]
+
     def needs_pretraining(self) -> bool:
         return (
             self._config.learner.value_pretraining_rollouts > 0 and self._learner.num_updates == 0
@@ -266,10 +290,19 @@ class LearnerLoop:
         self._pause_reason = None
         self._failures = 0
         self._event("resume_learning", {})
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._pin(kept, False)
         self._wake.set()
 
     def stop(self) -> None:
         self._stop.set()
+        self._wake.set()
+
+    def add_probe(self, result: ProbeResult) -> None:
+        """A round of held-out answers has been judged."""
+        with self._lock:
+            self._probes.append(result)
         self._wake.set()
 
     def request_rollback(self, version: int) -> Future[int]:
@@ -315,6 +348,7 @@ class LearnerLoop:
             rollouts_per_minute=60 * (len(recent) - 1) / span if span else 0.0,
             metrics=dict(self._metrics),
             pretraining=dict(self._pretraining),
+            guards=self._guards_status | {"last_firing": self._last_firing},
         )
 
     # --- the loop
@@ -352,6 +386,7 @@ class LearnerLoop:
             self._store.release(self._held, self._epoch)
             self._held = []
         self._carry_out_requests()
+        self._take_probes()
         if self._unpublished and self._may_publish():
             self._publish()
         if self._pause_reason is not None:
@@ -440,11 +475,26 @@ class LearnerLoop:
         self._held = []
         self._version = version
         self._metrics = result.metrics
+        for rollout in rollouts:
+            log.info(
+                "trained",
+                extra={
+                    "rollout_id": rollout.id,
+                    "weight_version": version,
+                    "reward": rollout.reward,
+                    "seconds": result.metrics.get("seconds/total"),
+                },
+            )
         now = time.monotonic()
         self._trained_at = [t for t in self._trained_at if now - t <= RATE_WINDOW_S]
         self._trained_at += [now] * len(ids)
         self._failure = None
         self._unpublished = True
+        # Before the publish: what a guard takes back need not be served first.
+        firing = self._guards.observe(make_samples(version, rollouts, result.metrics))
+        self._guards_status = self._guards.status()
+        if firing is not None and self._act(firing):
+            return  # rolled back, which has published
         if self._may_publish():
             self._publish()
         every = self._config.learner.checkpoint_every
@@ -507,6 +557,91 @@ class LearnerLoop:
         if self._failures >= MAX_FAILURES_IN_A_ROW:
             self.pause(f"{self._failures} updates in a row failed; the last: {detail}")
 
+    # --- guard rails
+
+    def _take_probes(self) -> None:
+        with self._lock:
+            results, self._probes = self._probes, []
+        for result in results:
+            self._event("probe", {**asdict(result), "run_id": self._run.id})
+            firing = self._guards.observe_probe(result)
+            self._guards_status = self._guards.status()
+            if firing is not None:
+                self._act(firing)
+
+    def _act(self, firing: Firing) -> bool:
+        """Do what the settings say about a firing, and record it. True if it rolled back."""
+        action = self._config.guards.action
+        about = {"weight_version": self._version, "guard": firing.guard.name}
+        log.warning("%s", firing.describe(), extra=about)
+        fired_at = self._version
+        target, tried = None, None
+        if action != "warn":
+            try:
+                target = self._way_back(firing)
+                last = self._store.events("guard", limit=1)
+                tried = last[0].data["rolled_back_to"] if last else None
+            except StoreError as error:  # what must not happen is that learning goes on
+                log.warning("no way back was looked for: %s", error)
+        rolled_back = False
+        if action == "rollback":
+            # Going back twice to the same weights would only bring the same again.
+            if target is not None and target != tried and firing.guard.rollback_helps:
+                rolled_back = self._rolled_back(target)
+            action = "rollback" if rolled_back else "pause"
+        if action == "pause" and target is not None and self._pause_reason is None:
+            self._kept = target if self._pin(target, True) else None
+        self._last_firing = {
+            "guard": firing.guard.name,
+            "value": firing.value,
+            "bound": firing.bound,
+            "action": action,
+            "what": firing.describe(),
+            "weight_version": fired_at,
+            "rolled_back_to": target if rolled_back else None,
+            "kept_version": self._kept,
+        }
+        self._event("guard", self._last_firing)
+        if action == "pause" and self._pause_reason is None:
+            back = (
+                f"or roll back to version {target}"
+                if target is not None
+                else "there is no checkpoint from before it to roll back to"
+            )
+            self.pause(f"{firing.describe()} Resume when that is mended; {back}.")
+        return rolled_back
+
+    def _rolled_back(self, version: int) -> bool:
+        try:
+            self._rollback(version)
+        except (CheckpointError, NotFoundError) as error:
+            log.warning("no rollback to version %s: %s", version, error)
+            self._event("error", {"what": str(error)})
+            return False
+        return True
+
+    def _way_back(self, firing: Firing) -> int | None:
+        """The newest checkpoint of this line from before the trouble; never one from before the
+        preference in force, which somebody chose."""
+        preference = self._store.preference()
+        chosen_at = preference.weight_version if preference else None
+        line = set(self._line())
+        for version, _ in list_checkpoints(self._checkpoints):
+            if version <= firing.good_version and version in line:
+                return version if chosen_at is None or version >= chosen_at else None
+        return None
+
+    def _pin(self, version: int, pinned: bool) -> bool:
+        """True if this changed the pin; an operator's own pin is left alone."""
+        try:
+            if pinned and self._store.get_version(version).pinned:
+                return False
+            self._store.pin(version, pinned)
+        except StoreError as error:
+            log.warning("version %s was not pinned: %s", version, error)
+            return False
+        return True
+
     def _may_publish(self) -> bool:
         if time.monotonic() < self._next_publish:
             return False
@@ -529,6 +664,7 @@ class LearnerLoop:
         self._next_publish = time.monotonic() + self._config.learner.publish_min_interval_s
         self._published = self._version
         self._unpublished = False
+        log.info("published", extra={"weight_version": self._version})
         try:
             self._store.set_published(self._version)
         except StoreError as error:  # a time stamp: nothing depends on it
@@ -600,6 +736,7 @@ class LearnerLoop:
             )
 
         self._insist(write)
+        self._guards.reset()
         self._event("rollback", {"to": version, "made": self._version})
         self._unpublished = True
         self._publish()

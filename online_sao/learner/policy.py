@@ -11,11 +11,8 @@ from torch import Tensor
 from online_sao.config import LearnerConfig
 from online_sao.errors import ModelError
 from online_sao.learner.batch import Batch
+from online_sao.learner.decoder import Decoder
 from online_sao.learner.parameters import TrainedParameters
-
-EAGER_ATTENTION_TOKENS = 256
-"""Up to here plain attention is quicker on a CPU than the fused kernel, whose backward pass is
-slow for short sequences; beyond, its [T, T] matrices cost more than they save."""
 
 HEAD_TOLERANCE = 0.02  # of the largest logit; above the rounding of bfloat16
 
@@ -37,17 +34,6 @@ def load_causal_lm(model: str, dtype: torch.dtype, device: torch.device) -> Any:
     return loaded.to(device).eval()
 
 
-def hidden_states(backbone: Any, batch: Batch) -> Tensor:
-    """Last hidden states [B, T, H]; `backbone` is the model without its head."""
-    mask = batch.attention_mask if batch.is_padded else None
-    is_short = batch.token_ids.shape[1] <= EAGER_ATTENTION_TOKENS
-    on_cpu = batch.token_ids.device.type == "cpu"
-    backbone.set_attn_implementation("eager" if is_short and on_cpu else "sdpa")
-    return backbone(
-        input_ids=batch.token_ids, attention_mask=mask, use_cache=False
-    ).last_hidden_state
-
-
 class Policy:
     """pi, trained in full; with the start weights beside it when they anchor it."""
 
@@ -55,6 +41,7 @@ class Policy:
         dtype = getattr(torch, config.compute_dtype)
         self.model = load_causal_lm(model, dtype, device)
         _check_head(self.model)
+        self._decoder = Decoder(self.model.base_model)
         self.parameters = TrainedParameters(
             self.model.named_parameters(),  # tied tensors appear once
             betas=config.adam_betas,
@@ -65,6 +52,7 @@ class Policy:
         self._start: Any = None
         if config.kl_coef > 0 or config.surprise_coef > 0:
             self._start = load_causal_lm(model, dtype, device).requires_grad_(False)
+            self._start_decoder = Decoder(self._start.base_model)
 
     @property
     def is_anchored(self) -> bool:
@@ -76,12 +64,12 @@ class Policy:
         At each request's temperature; only at the N positions that precede an action token,
         because the vocabulary makes the head as dear as several layers.
         """
-        return _action_logits(self.model, batch)
+        return _action_logits(self.model.lm_head, self._decoder, batch)
 
     @torch.no_grad()
     def start_logits(self, batch: Batch) -> Tensor:
         """`action_logits` of the start policy, without gradient."""
-        return _action_logits(self._start, batch)
+        return _action_logits(self._start.lm_head, self._start_decoder, batch)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
@@ -123,7 +111,7 @@ def _check_head(model: Any) -> None:
     )
 
 
-def _action_logits(model: Any, batch: Batch) -> Tensor:
+def _action_logits(head: Any, decoder: Decoder, batch: Batch) -> Tensor:
     rows, columns = batch.state_index
-    states = hidden_states(model.base_model, batch)[rows, columns]
-    return model.lm_head(states).float() / batch.temperature[batch.action_mask][:, None]
+    states = decoder(batch)[rows, columns]
+    return head(states).float() / batch.temperature[batch.action_mask][:, None]

@@ -9,13 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 
 from online_sao.engine.weight_file import WeightFile
 
 HEARD_WITHIN_S = 20.0  # a replica that has not asked for so long is not waited for
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What is current. No file means the start weights, which every engine has.
+
+    `data` holds the reference of the file's bytes in Ray's object store, for replicas on other
+    nodes than `node`; it is a list because Ray would resolve a bare reference on the way. Empty
+    on a cluster of one node.
+    """
+
+    version: int
+    file: WeightFile | None = None
+    node: str | None = None
+    data: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -30,35 +46,36 @@ class WeightBoard:
     """Holds the current version and what each replica serves. Methods never block one another."""
 
     def __init__(self) -> None:
-        self._version = 0
-        self._file: WeightFile | None = None
+        # None also after a restart: what was current is for the learner to say again.
+        self._current: Announcement | None = None
         self._replicas: dict[str, ReplicaState] = {}
         self._changed = asyncio.Condition()
 
-    async def announce(self, version: int, file: WeightFile | None) -> None:
-        """From now on `version` is current; no file means the start weights."""
+    async def announce(self, announcement: Announcement) -> None:
+        """From now on this is current."""
         async with self._changed:
-            self._version, self._file = version, file
+            self._current = announcement
             self._changed.notify_all()
 
-    async def current(self) -> tuple[int, WeightFile | None]:
-        return self._version, self._file
+    async def current_version(self) -> int | None:
+        """None before anything was announced to this board."""
+        return self._current.version if self._current else None
 
-    async def fetch(
-        self, replica: str, have: int, timeout_s: float
-    ) -> tuple[int, WeightFile | None] | None:
-        """The current version once it is not `have`; None after `timeout_s`."""
+    async def fetch(self, replica: str, have: int, timeout_s: float) -> Announcement | None:
+        """What is current once that is not `have`; None after `timeout_s`."""
+
+        def is_news() -> bool:
+            return self._current is not None and self._current.version != have
+
         self._heard(replica)
         async with self._changed:
             try:
-                await asyncio.wait_for(
-                    self._changed.wait_for(lambda: self._version != have), timeout_s
-                )
+                await asyncio.wait_for(self._changed.wait_for(is_news), timeout_s)
             except TimeoutError:
                 return None
             finally:
                 self._heard(replica)
-        return self._version, self._file
+        return self._current
 
     async def report(self, replica: str, version: int, error: str | None = None) -> None:
         """`replica` serves `version` now, or could not load it because of `error`."""

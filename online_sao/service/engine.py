@@ -148,6 +148,8 @@ class RecordingLLM(AsyncLLM):
     def _exclusion(self, context: RequestContext, params: SamplingParams) -> str | None:
         if context.purpose is Purpose.PRETRAINING:
             return "value_pretraining"
+        if context.purpose is Purpose.PROBE:
+            return "probe"
         if context.opted_out:
             return "opted_out"
         return request_exclusion(context.body) or sampling_exclusion(
@@ -331,7 +333,6 @@ def server_arguments(config: Config, model: str) -> list[str]:
     }
     if config.model.device == "cuda":
         arguments["--gpu-memory-utilization"] = str(engine.gpu_memory_utilization)
-        arguments["--weight-transfer-config"] = '{"backend": "ipc"}'
     flat = [part for pair in arguments.items() for part in pair]
     return [*flat, "--enforce-eager", "--disable-log-stats"]
 

@@ -6,11 +6,13 @@ the code that iterates the engine's output, streaming included.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
 import os
 import secrets
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -25,6 +27,8 @@ GENERATING = ("/v1/chat/completions", "/v1/completions")
 OPEN_PATHS = ("/health",)
 ADMIN_PREFIXES = ("/v1/preference", "/v1/learning", "/v1/rollouts")
 RETRY_AFTER_S = 2
+MAX_DIGITS = 18  # of a length that need not be read to be too large
+CLIENT_CLOSED = 499  # as other servers log it; never sent
 MAX_SESSION_ID_CHARS = 128  # longer ones are known by their hash
 API_KEY_VARIABLE = "ONLINE_SAO_API_KEY"
 ADMIN_KEY_VARIABLE = "ONLINE_SAO_ADMIN_KEY"
@@ -38,11 +42,18 @@ def error_body(status: int, message: str, kind: str = "invalid_request_error") -
 class Edge:
     """Wraps the app. `limit` bounds requests that generate at the same time."""
 
-    def __init__(self, app: Any, config: ServiceConfig, make_context: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        app: Any,
+        config: ServiceConfig,
+        make_context: Callable[..., Any],
+        on_answer: Callable[[str, int, float], None] = lambda path, status, seconds: None,
+    ) -> None:
         self._app = app
         self._config = config
         self._make_context = make_context
-        self._ongoing = 0
+        self._on_answer = on_answer
+        self.ongoing = 0
         self._api_key = os.environ.get(API_KEY_VARIABLE) or None
         self._admin_key = os.environ.get(ADMIN_KEY_VARIABLE) or None
 
@@ -50,6 +61,21 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        started, statuses = time.monotonic(), []
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, noted)
+        finally:
+            # Without a status the client went away before there was one.
+            status = statuses[0] if statuses else CLIENT_CLOSED
+            self._on_answer(scope["path"], status, time.monotonic() - started)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, headers = scope["path"], _headers(scope)
         refusal = self._refuse(path, headers)
         if refusal is not None:
@@ -58,7 +84,14 @@ class Edge:
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
-        body = await self._read_body(receive, headers)
+        try:
+            body = await asyncio.wait_for(
+                self._read_body(receive, headers), self._config.body_timeout_s
+            )
+        except TimeoutError:
+            limit_s = self._config.body_timeout_s
+            await _respond(send, 408, f"The request body did not arrive within {limit_s:g} s.")
+            return
         if body is None:
             limit = self._config.max_body_bytes
             await _respond(send, 413, f"The request body is larger than {limit} bytes.")
@@ -72,19 +105,26 @@ class Edge:
     async def _generate(
         self, scope: Scope, headers: dict[str, str], body: bytes, receive: Receive, send: Send
     ) -> None:
-        if self._ongoing >= self._config.max_ongoing_requests:
+        if self.ongoing >= self._config.max_ongoing_requests:
             await _respond(
                 send,
                 429,
-                f"{self._ongoing} requests are being answered, which is the limit; "
+                f"{self.ongoing} requests are being answered, which is the limit; "
                 f"try again in {RETRY_AFTER_S} seconds.",
                 "rate_limit_error",
                 {"retry-after": str(RETRY_AFTER_S)},
             )
             return
+        parsed = _json_object(body)
+        if not _is_unicode(parsed):
+            await _respond(send, 400, "The body has half of a character (a lone surrogate).")
+            return
+        choices, limit = _num_choices(parsed), self._config.max_choices
+        if choices > limit:
+            await _respond(send, 400, f"{choices} answers are asked for; the limit is {limit}.")
+            return
         from online_sao.service.engine import CURRENT_REQUEST
 
-        parsed = _json_object(body)
         unique = secrets.token_hex(16)
         prefix = "chatcmpl" if scope["path"] == GENERATING[0] else "cmpl"
         context = self._make_context(
@@ -103,11 +143,11 @@ class Edge:
             ],
         }
         token = CURRENT_REQUEST.set(context)
-        self._ongoing += 1
+        self.ongoing += 1
         try:
             await self._app(scope, receive, _with_headers(send, context))
         finally:
-            self._ongoing -= 1
+            self.ongoing -= 1
             CURRENT_REQUEST.reset(token)
 
     def _refuse(self, path: str, headers: dict[str, str]) -> tuple[int, str, str] | None:
@@ -132,7 +172,7 @@ class Edge:
         """The whole body, or None when it is larger than allowed."""
         limit = self._config.max_body_bytes
         announced = headers.get("content-length", "0")
-        if announced.isdigit() and int(announced) > limit:
+        if announced.isdecimal() and (len(announced) > MAX_DIGITS or int(announced) > limit):
             return None
         parts: list[bytes] = []
         size = 0
@@ -189,6 +229,26 @@ def _json_object(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return parsed if isinstance(parsed, dict) else {}
+
+
+def _is_unicode(parsed: dict[str, Any]) -> bool:
+    """Whether every text in a body can be encoded: vLLM fails on one that cannot."""
+    try:
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    except RecursionError:  # so deep that vLLM's validation refuses it
+        return True
+    return True
+
+
+def _num_choices(body: dict[str, Any]) -> int:
+    """Answers that a body asks for; what is no number is left for vLLM to refuse."""
+    n, prompts = body.get("n"), body.get("prompt")
+    each = n if isinstance(n, int) and n > 0 else 1
+    # A list of token ids is one prompt.
+    is_many = isinstance(prompts, list) and not all(isinstance(p, int) for p in prompts)
+    return each * (len(prompts) if is_many and prompts else 1)
 
 
 def _session_id(body: dict[str, Any], headers: dict[str, str]) -> str | None:

@@ -11,23 +11,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from torch import Tensor
 
 from online_sao.config import Config
-from online_sao.engine.weight_file import write_weight_file
+from online_sao.engine.weight_file import WeightFile, write_weight_file
 from online_sao.errors import FencedError, OnlineSAOError, WeightUpdateError
 from online_sao.learner.learner import Learner
 from online_sao.learner.loop import LearnerLoop, make_run
 from online_sao.service import names
+from online_sao.service.board import Announcement
+from online_sao.service.logs import start_log
+from online_sao.service.probes import Messages, Prober
 from online_sao.store import RolloutStore
-from online_sao.types import Purpose, Rollout, RolloutState
+from online_sao.types import Preference, Purpose, Rollout, RolloutState
 
 log = logging.getLogger(__name__)
 
 CONTROL_THREADS = 16
 PRETRAINING_POLL_S = 0.3
 ROLLBACK_TIMEOUT_S = 120.0
+PROBE_TIMEOUT_S = 600.0  # a round's prompts queue behind those of clients
 
 
 @ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=0, max_concurrency=CONTROL_THREADS)
@@ -39,12 +44,14 @@ class LearnerActor:
 
     def __init__(self, config: dict[str, Any], model: str, model_hash: str, weights_dir: str):
         self._config = Config.model_validate(config)
+        start_log(self._config.service, self._config.run_dir, "learner")
         self._model = model
         self._model_hash = model_hash
         self._weights_dir = Path(weights_dir)
         self._state = "loading"
         self._error: str | None = None
         self._loop: LearnerLoop | None = None
+        self._publisher: BoardPublisher | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._main, name="learner", daemon=True)
         self._thread.start()
@@ -76,6 +83,10 @@ class LearnerActor:
     def checkpoint(self) -> int:
         return self._require_loop().request_checkpoint().result(ROLLBACK_TIMEOUT_S)
 
+    def announce_again(self) -> None:
+        if self._publisher is not None:
+            self._publisher.announce_again()
+
     def stop(self, timeout_s: float) -> bool:
         """Finish the running update, write a checkpoint, end. False if that took too long."""
         if self._loop:
@@ -96,6 +107,7 @@ class LearnerActor:
             learner = Learner(config.learner, self._model, device)
             store = RolloutStore(config.store_url)
             publisher = BoardPublisher(self._weights_dir, config.engine.update_deadline_s)
+            self._publisher = publisher
             run = make_run(config, self._model_hash)
             loop = LearnerLoop(config, run, learner, store, publisher)
             loop.start()
@@ -106,6 +118,7 @@ class LearnerActor:
                 self._state = "pretraining"
                 self._pretrain(loop, learner, store)
             self._state = "learning"
+            self._start_probes(loop, store)
             loop.run()
             self._state = "stopped"
         except FencedError as error:
@@ -164,6 +177,24 @@ class LearnerActor:
         ids = [r.id for r in self._pretraining_rollouts(store, loop) if r.reward is not None]
         return store.get_many(ids)
 
+    def _start_probes(self, loop: LearnerLoop, store: RolloutStore) -> None:
+        from ray import serve
+
+        def ask(prompts: Sequence[Messages]) -> list[str]:
+            handle = self._engine_handle(serve)
+            asked = [handle.generate_probe.remote(messages) for messages in prompts]
+            return [response.result(timeout_s=PROBE_TIMEOUT_S) for response in asked]
+
+        def judge_forgeries(preference: Preference) -> list[float]:
+            worker = ray.get_actor(names.REWARD_WORKER, namespace=names.NAMESPACE)
+            judged = worker.judge_forgeries.remote(preference.style, list(preference.pool))
+            return ray.get(judged, timeout=PROBE_TIMEOUT_S)
+
+        prober = Prober(
+            self._config, store, lambda: loop.version, ask, judge_forgeries, loop.add_probe
+        )
+        threading.Thread(target=prober.run, args=(self._done,), name="probes", daemon=True).start()
+
     def _pretraining_rollouts(self, store: RolloutStore, loop: LearnerLoop) -> Sequence[Rollout]:
         return store.list(purpose=Purpose.PRETRAINING, run_id=loop.status().run_id, limit=100_000)
 
@@ -206,15 +237,24 @@ class BoardPublisher:
         self._folder = folder
         self._deadline_s = deadline_s
         self._on_its_way: int | None = None
+        self._last: Announcement | None = None
 
     def announce_start(self, version: int) -> None:
-        ray.get(self._board().announce.remote(version, None))
+        self._last = Announcement(version)
+        ray.get(self._board().announce.remote(self._last))
+
+    def announce_again(self) -> None:
+        """A board that was restarted knows nothing; the engines go on with what they have."""
+        if self._last is not None:
+            ray.get(self._board().announce.remote(self._last), timeout=self._deadline_s)
 
     def publish(self, version: int, weights: dict[str, Tensor]) -> None:
         self._settle()
         file = write_weight_file(self._folder, version, weights)
         try:
-            ray.get(self._board().announce.remote(version, file), timeout=self._deadline_s)
+            announcement = Announcement(version, file, _node(), _shared(file))
+            self._last = announcement
+            ray.get(self._board().announce.remote(announcement), timeout=self._deadline_s)
         except (ray.exceptions.RayError, ValueError) as problem:
             raise WeightUpdateError(f"Version {version} was not published: {problem}.") from None
         self._on_its_way = version
@@ -235,6 +275,17 @@ class BoardPublisher:
 
     def _board(self) -> Any:
         return ray.get_actor(names.BOARD, namespace=names.NAMESPACE)
+
+
+def _node() -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
+def _shared(file: WeightFile) -> list[Any]:
+    """The file's bytes in the object store, where there are other nodes that may want them."""
+    if sum(node["Alive"] for node in ray.nodes()) < 2:
+        return []
+    return [ray.put(np.fromfile(file.path, np.uint8))]
 
 
 def _device(config: Config) -> str:

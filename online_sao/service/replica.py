@@ -10,7 +10,9 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -18,8 +20,11 @@ from ray import serve
 
 from online_sao.config import Config
 from online_sao.engine.settings import engine_environment
+from online_sao.engine.weight_file import WeightFile, copy_weight_file, process_folder
 from online_sao.errors import StoreError, WeightUpdateError
 from online_sao.service import names
+from online_sao.service.board import Announcement
+from online_sao.service.logs import start_log
 from online_sao.store import RolloutStore
 from online_sao.types import Purpose, Rollout
 
@@ -27,7 +32,7 @@ log = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = 5.0  # one long poll of the weight board
 RETRY_S = 1.0
-PRETRAINING_MAX_TOKENS = 56
+OWN_MAX_TOKENS = 56  # of prompts that we ask ourselves
 KEPT_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 
 
@@ -40,6 +45,7 @@ class Endpoint:
         self._config = Config.model_validate(config)
         self._model = model
         self.replica_id = secrets.token_hex(4)
+        start_log(self._config.service, self._config.run_dir, f"replica-{self.replica_id}")
         self.weights_error: str | None = None
         self.weights_broken = False
         self.num_unrecorded = 0
@@ -82,6 +88,9 @@ class Endpoint:
                 self.store, chat.renderer.tokenizer, self._config.service.session_match_turns
             )
             join_sessions(chat, prompts)
+        # vLLM's handler of engine errors tells its own server to exit when the engine is dead;
+        # here the health check has Serve restart the replica.
+        app_state.server = SimpleNamespace(should_exit=False)
         self.app_state = app_state
         self._keep(asyncio.create_task(self._follow_weights()))
 
@@ -92,6 +101,7 @@ class Endpoint:
             await self._board().leave.remote(self.replica_id)
         if self.engine is not None:
             self.engine.shutdown()
+        shutil.rmtree(process_folder(), ignore_errors=True)  # copies from other nodes
         self._writer.shutdown()
 
     async def check_health(self) -> None:
@@ -106,13 +116,20 @@ class Endpoint:
 
     async def _record(self, rollout: Rollout) -> bool:
         """Commit a rollout; False (and serving goes on) when the store refuses."""
+        about = {
+            "rollout_id": rollout.id,
+            "weight_version": rollout.weight_version_end,
+            "state": str(rollout.state),
+            "seconds": rollout.latency_s,
+        }
         try:
             await asyncio.get_running_loop().run_in_executor(self._writer, self.store.add, rollout)
         except StoreError as error:
             self.num_unrecorded += 1
             self.store_failed = True
-            log.warning("rollout %s not recorded: %s", rollout.id, error)
+            log.warning("not recorded: %s", error, extra=about)
             return False
+        log.info("recorded", extra=about)
         self.store_failed = False
         with contextlib.suppress(ValueError):
             ray.get_actor(names.REWARD_WORKER, namespace=names.NAMESPACE).wake.remote()
@@ -120,19 +137,26 @@ class Endpoint:
 
     async def generate_for_pretraining(self, messages: list[dict[str, str]]) -> str:
         """One rollout for value pretraining; returns its id. Called by the learner's actor."""
+        return await self._generate(messages, Purpose.PRETRAINING)
+
+    async def generate_probe(self, messages: list[dict[str, str]]) -> str:
+        """One held-out answer (service.probes); returns its rollout's id."""
+        return await self._generate(messages, Purpose.PROBE)
+
+    async def _generate(self, messages: list[dict[str, str]], purpose: Purpose) -> str:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         from online_sao.service.engine import CURRENT_REQUEST, RequestContext
 
         while self.app_state is None:
             await asyncio.sleep(RETRY_S)
-        unique = f"pretraining-{secrets.token_hex(12)}"
+        unique = f"{purpose}-{secrets.token_hex(12)}"
         body: dict[str, Any] = {
             "messages": messages,
-            "max_tokens": PRETRAINING_MAX_TOKENS,
+            "max_tokens": OWN_MAX_TOKENS,
             "temperature": 1.0,
         }
-        context = RequestContext(f"chatcmpl-{unique}", body, purpose=Purpose.PRETRAINING)
+        context = RequestContext(f"chatcmpl-{unique}", body, purpose=purpose)
         token = CURRENT_REQUEST.set(context)
         try:
             request = ChatCompletionRequest(
@@ -143,7 +167,7 @@ class Endpoint:
             CURRENT_REQUEST.reset(token)
         if not context.recorded:
             detail = getattr(getattr(answer, "error", None), "message", "the store refused it")
-            raise RuntimeError(f"A rollout for value pretraining failed: {detail}")
+            raise RuntimeError(f"A rollout for {purpose} failed: {detail}")
         return context.response_id
 
     # --- weights
@@ -157,21 +181,25 @@ class Endpoint:
                     self.replica_id, self.engine.weight_version, FETCH_TIMEOUT_S
                 )
                 if fetched is not None:
-                    await self._load(board, *fetched)
+                    await self._load(board, fetched)
             except (ray.exceptions.RayError, ValueError) as error:
                 log.warning("the weight board does not answer: %s", error)
                 await asyncio.sleep(RETRY_S)
 
-    async def _load(self, board: Any, version: int, file: Any) -> None:
-        if file is None:
+    async def _load(self, board: Any, announced: Announcement) -> None:
+        version = announced.version
+        if announced.file is None:
             # The start weights under a new number: nothing to load.
             await self.engine.update_weight_version(str(version))
             self.engine.weight_version = version
             await board.report.remote(self.replica_id, version)
             return
+        about = {"weight_version": version, "replica": self.replica_id}
         try:
-            await self.engine.load_weights(file)
+            paused_s = await self.engine.load_weights(await self._file_here(announced))
+            log.info("weights loaded", extra={**about, "seconds": paused_s})
         except WeightUpdateError as error:
+            log.warning("weights refused: %s", error, extra=about)
             self.weights_error = str(error)
             self.weights_broken = await self.engine.is_paused()
             await board.report.remote(self.replica_id, version, str(error))
@@ -179,6 +207,17 @@ class Endpoint:
             return
         self.weights_error, self.weights_broken = None, False
         await board.report.remote(self.replica_id, version)
+
+    async def _file_here(self, announced: Announcement) -> WeightFile:
+        """The announced file on this node: itself, or a copy of what another node wrote."""
+        assert announced.file is not None
+        here = ray.get_runtime_context().get_node_id()
+        if announced.node in (None, here) or not announced.data:
+            return announced.file
+        data = await announced.data[0]
+        return await asyncio.to_thread(
+            copy_weight_file, announced.file, memoryview(data), process_folder()
+        )
 
     def _board(self) -> Any:
         return ray.get_actor(names.BOARD, namespace=names.NAMESPACE)

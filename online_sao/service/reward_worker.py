@@ -16,8 +16,9 @@ import ray
 
 from online_sao.config import Config
 from online_sao.errors import NotFoundError, StoreError
-from online_sao.judging import make_judge, to_stored
+from online_sao.judging import FORGED_PROMPT, FORGERIES, make_judge, to_stored
 from online_sao.service import names
+from online_sao.service.logs import start_log
 from online_sao.store import RolloutStore
 from online_sao.types import Purpose, Rollout, StoredVerdict
 
@@ -34,6 +35,7 @@ class RewardWorker:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = Config.model_validate(config)
+        start_log(self._config.service, self._config.run_dir, "judge")
         self._store = RolloutStore(self._config.store_url)
         self._judge = make_judge(self._config)
         self._wake = asyncio.Event()
@@ -53,6 +55,14 @@ class RewardWorker:
             "failure": self._failure,
             "model": self._judge.model,
         }
+
+    async def judge_forgeries(self, style: str, pool: list[str]) -> list[float]:
+        """Rewards of answers made to be worthless; those without a verdict are left out."""
+        outcomes = [
+            to_stored(await self._judge.score(FORGED_PROMPT, answer, style, pool))
+            for answer in FORGERIES
+        ]
+        return [outcome.reward for outcome in outcomes if isinstance(outcome, StoredVerdict)]
 
     async def _run(self) -> None:
         while True:
@@ -82,7 +92,7 @@ class RewardWorker:
     def _is_due(self, rollout: Rollout) -> bool:
         """Whether the judge is to mark it now, or feedback may still come first."""
         source = self._config.service.reward_source
-        if source == "judge" or rollout.purpose is Purpose.PRETRAINING:
+        if source == "judge" or rollout.purpose is not Purpose.SERVE:
             return True
         if source == "feedback":
             return False
@@ -94,11 +104,14 @@ class RewardWorker:
         try:
             async with self._slots:
                 outcome = await self._score(rollout)
+            about = {"rollout_id": rollout.id, "weight_version": rollout.weight_version_end}
             if isinstance(outcome, StoredVerdict):
+                log.info("judged", extra={**about, "reward": outcome.reward})
                 await asyncio.to_thread(self._store.set_verdict, rollout.id, outcome)
                 self._counts["scored"] += 1
                 _notify_learner()
             else:
+                log.warning("unscored: %s", outcome, extra=about)
                 await asyncio.to_thread(self._store.set_unscored, rollout.id, outcome)
                 self._counts["unscored"] += 1
             self._failure = None

@@ -20,6 +20,13 @@ from online_sao.config import Config
 from online_sao.errors import NotFoundError, OnlineSAOError, StoreError
 from online_sao.service import names
 from online_sao.service.http import Edge, error_body, session_key
+from online_sao.service.metrics import (
+    CONTENT_TYPE,
+    Metrics,
+    judge_samples,
+    learner_samples,
+    store_samples,
+)
 from online_sao.types import Preference, Rollout, RolloutState
 
 CONTROL_TIMEOUT_S = 10.0  # an actor that does not answer by then counts as down
@@ -85,12 +92,27 @@ def build_app(endpoint: Any, config: Config) -> Any:
     ]
     init_exception_handler(app)
     judge = make_judge(config)
+    counters = Metrics()
 
     def learner() -> Any:
         return ray.get_actor(names.LEARNER, namespace=names.NAMESPACE)
 
     async def ask(call: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         return await asyncio.wait_for(call, timeout_s)
+
+    async def ask_or_none(actor: str) -> Any:
+        """The status of a named actor; None if it does not answer."""
+        try:
+            handle = ray.get_actor(actor, namespace=names.NAMESPACE)
+            return await ask(handle.status.remote())
+        except (ValueError, TimeoutError, ray.exceptions.RayError):
+            return None
+
+    def stored_counts() -> tuple[Any, Any]:
+        try:
+            return endpoint.store.counts(), endpoint.store.reason_counts()
+        except StoreError:
+            return None, None
 
     # --- errors in OpenAI's shape
 
@@ -138,8 +160,8 @@ def build_app(endpoint: Any, config: Config) -> Any:
             status = await ask(learner().status.remote())
         except (ValueError, TimeoutError, ray.exceptions.RayError):
             return learner_down()
-        version, _ = await ask(
-            ray.get_actor(names.BOARD, namespace=names.NAMESPACE).current.remote()
+        version = await ask(
+            ray.get_actor(names.BOARD, namespace=names.NAMESPACE).current_version.remote()
         )
         is_ready = status["state"] == "learning" and endpoint.weights_error is None
         body = {
@@ -151,6 +173,24 @@ def build_app(endpoint: Any, config: Config) -> Any:
             "error": status["error"] or endpoint.weights_error,
         }
         return JSONResponse(body, 200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text; never fails because a part is down."""
+        status, judging, stored = await asyncio.gather(
+            ask_or_none(names.LEARNER),
+            ask_or_none(names.REWARD_WORKER),
+            asyncio.to_thread(stored_counts),
+        )
+        samples = [
+            ("online_sao_replica_version", {}, endpoint.engine.weight_version),
+            ("online_sao_unrecorded", {}, endpoint.num_unrecorded),
+            ("online_sao_ongoing", {}, edge.ongoing),
+            *learner_samples(status),
+            *judge_samples(judging),
+            *store_samples(*stored),
+        ]
+        return Response(counters.render(samples), media_type=CONTENT_TYPE)
 
     # --- preference
 
@@ -258,6 +298,7 @@ def build_app(endpoint: Any, config: Config) -> Any:
                 "unrecorded": endpoint.num_unrecorded,
                 "metrics": status.get("metrics", {}),
                 "pretraining": status.get("pretraining", {}),
+                "guards": status.get("guards", {}),
             }
         )
 
@@ -324,7 +365,7 @@ def build_app(endpoint: Any, config: Config) -> Any:
     def make_context(**fields: Any) -> RequestContext:
         return RequestContext(**fields, store_ok=not endpoint.store_failed)
 
-    edge = Edge(app, config.service, make_context)
+    edge = Edge(app, config.service, make_context, counters.count_request)
     if not config.service.cors_origins:
         return edge
     from starlette.middleware.cors import CORSMiddleware

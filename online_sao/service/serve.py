@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from online_sao.config import Config
+from online_sao.config import Config, EngineConfig, LearnerConfig
 from online_sao.engine.weight_file import endpoint_folder
 from online_sao.errors import ConfigError, OnlineSAOError
 from online_sao.prepare import model_hash, resolve_model
@@ -35,9 +35,10 @@ ENVIRONMENT = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Engine and learner share the cores: a thread that waits must sleep, not spin, or each
-    # burns the time that the other needs.
-    "OMP_WAIT_POLICY": "PASSIVE",
+    # Engine and learner share the cores, so a thread that waits must not spin for long; but to
+    # sleep at once costs more: an update has thousands of parallel regions, and waking a
+    # thread for each makes it 1.7 times as long. This is a tenth of a millisecond or two.
+    "GOMP_SPINCOUNT": "20000",
     "KMP_BLOCKTIME": "0",
     # Ray gives its workers the lowest priority; ours are the service itself.
     "RAY_worker_niceness": "0",
@@ -77,6 +78,7 @@ class Endpoint:
         self._report("preparing the model")
         model = resolve_model(config.model.name)
         digest = model_hash(model)
+        self._migrate_store()
         with RolloutStore(config.store_url) as store:
             if store.preference() is None:
                 store.set_preference(
@@ -122,6 +124,9 @@ class Endpoint:
             try:
                 learner = ray.get_actor(names.LEARNER, namespace=names.NAMESPACE)
                 status = ray.get(learner.status.remote(), timeout=30)
+                board = ray.get_actor(names.BOARD, namespace=names.NAMESPACE)
+                if ray.get(board.current_version.remote(), timeout=30) is None:
+                    ray.get(learner.announce_again.remote(), timeout=30)
             except (ValueError, ray.exceptions.RayError):
                 continue  # being restarted
             if status["state"] == "failed":
@@ -149,6 +154,8 @@ class Endpoint:
                 cleanup.note_segments(self._config.run_dir)
             with contextlib.suppress(Exception):
                 serve.shutdown()
+            with contextlib.suppress(Exception):  # detached: on a cluster it would stay
+                ray.kill(ray.get_actor(names.BOARD, namespace=names.NAMESPACE))
             with contextlib.suppress(Exception):
                 ray.shutdown()
             self._ray_started = False
@@ -182,6 +189,15 @@ class Endpoint:
             ) from None
         self._lock = lock
 
+    def _migrate_store(self) -> None:
+        """Here and nowhere else by itself: no other process of this endpoint runs yet."""
+        from online_sao.store.migration import migrate
+
+        done = migrate(self._config.store_url)
+        if done is not None:
+            copy = f"; a copy from before is {done.backup}" if done.backup else ""
+            self._report(f"store migrated from schema {done.before} to {done.after}{copy}")
+
     def _start_ray(self) -> None:
         import ray
 
@@ -209,7 +225,9 @@ class Endpoint:
         self._ray_started = True
 
     def _start_parts(self, model: str, digest: str) -> None:
+        import ray
         from ray import serve
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from online_sao.service.board import WeightBoard
         from online_sao.service.learner_actor import LearnerActor
@@ -222,14 +240,18 @@ class Endpoint:
         board_class, learner_class, worker_class, endpoint_class = _untyped(
             WeightBoard, LearnerActor, RewardWorker, EndpointDeployment
         )
-        board_class.options(name=names.BOARD, lifetime="detached", max_restarts=-1).remote()
+        # With the driver, without which there is no endpoint: not on a node that may go away.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        board_class.options(
+            name=names.BOARD, lifetime="detached", max_restarts=-1, scheduling_strategy=here
+        ).remote()
         self._report("starting learner and judge")
         # Handles are kept: an actor without one would be collected.
         self._parts = [
-            learner_class.options(name=names.LEARNER).remote(
+            learner_class.options(name=names.LEARNER, **placement(config, config.learner)).remote(
                 data, model, digest, str(self._weights_dir)
             ),
-            worker_class.options(name=names.REWARD_WORKER).remote(data),
+            worker_class.options(name=names.REWARD_WORKER, scheduling_strategy=here).remote(data),
         ]
         self._report("starting the engine")
         deployment = endpoint_class.options(
@@ -238,7 +260,7 @@ class Endpoint:
             health_check_period_s=5,
             health_check_timeout_s=30,
             graceful_shutdown_timeout_s=10,
-            ray_actor_options={"num_cpus": 1},
+            ray_actor_options={"num_cpus": 1, **placement(config, config.engine)},
         )
         with _quiet():
             serve.start(
@@ -295,6 +317,27 @@ def check_settings(config: Config) -> None:
         from online_sao.writing import load_topics
 
         load_topics(config.service.topics)
+
+
+def placement(config: Config, part: LearnerConfig | EngineConfig) -> dict[str, Any]:
+    """Ray's options that place the learner or a replica: a node with these resources.
+
+    A share of a GPU is asked for where there are GPUs, because Ray hides them from an actor
+    that asks for none.
+    """
+    options: dict[str, Any] = {"resources": dict(part.resources)} if part.resources else {}
+    if uses_gpu(config):
+        options["num_gpus"] = part.gpu_share
+    return options
+
+
+def uses_gpu(config: Config) -> bool:
+    """Whether learner and engine are to run on GPUs; `auto` asks the running Ray."""
+    if config.model.device != "auto":
+        return config.model.device == "cuda"
+    import ray
+
+    return bool(ray.cluster_resources().get("GPU"))
 
 
 def check_port(host: str, port: int) -> None:

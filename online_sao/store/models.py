@@ -14,7 +14,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 2
+# Raised together with a new revision in migrations/versions (docs/operations.md, "Upgrade").
+SCHEMA_VERSION = 3
 
 metadata = sa.MetaData()
 
@@ -180,6 +181,13 @@ sa.Index(
     rollouts.c.seq,
     sqlite_where=rollouts.c.purpose == sa.literal_column("'pretraining'"),
     postgresql_where=rollouts.c.purpose == sa.literal_column("'pretraining'"),
+)
+sa.Index(
+    "ix_rollouts_probe",
+    rollouts.c.state,
+    rollouts.c.seq,
+    sqlite_where=rollouts.c.purpose == sa.literal_column("'probe'"),
+    postgresql_where=rollouts.c.purpose == sa.literal_column("'probe'"),
 )
 
 

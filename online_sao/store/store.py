@@ -753,15 +753,20 @@ class RolloutStore:
         """How many rollouts are in each state, zeros included."""
         c = rollouts.c
         query = sa.select(c.state, sa.func.count()).group_by(c.state)
-        ours = query.where(c.purpose == sa.literal_column(f"'{Purpose.PRETRAINING}'"))
+        # Clients' are counted as all but ours: only ours have an index by purpose.
+        ours = {
+            own: query.where(c.purpose == sa.literal_column(f"'{own}'"))
+            for own in (Purpose.PRETRAINING, Purpose.PROBE)
+            if purpose in (own, Purpose.SERVE)
+        }
 
         def work(conn: Connection) -> dict[RolloutState, int]:
             every = dict.fromkeys(S, 0)
-            if purpose is not Purpose.PRETRAINING:
+            if purpose in (None, Purpose.SERVE):
                 every |= {S(state): number for state, number in conn.execute(query)}
-            if purpose is not None:
-                sign = -1 if purpose is Purpose.SERVE else 1
-                for state, number in conn.execute(ours):
+            sign = -1 if purpose is Purpose.SERVE else 1
+            for own in ours.values():
+                for state, number in conn.execute(own):
                     every[S(state)] += sign * number
             return every
 
@@ -889,14 +894,12 @@ class RolloutStore:
                     f"The database at {self._place} has a table 'counters' that is not this "
                     "program's; give the store a database of its own."
                 )
-            if found > SCHEMA_VERSION:
-                raise StoreError(
-                    f"The store at {self._place} has schema {found}, but this version of "
-                    f"online_sao knows schemas up to {SCHEMA_VERSION}; upgrade online_sao."
-                )
-            if found < SCHEMA_VERSION:
-                _add_what_is_new(conn)
-                _set_counter(conn, "schema", SCHEMA_VERSION)
+            if found != SCHEMA_VERSION:
+                # Never in passing: other processes may be using the old schema right now.
+                from online_sao.store.migration import newer_schema, older_schema
+
+                wrong = newer_schema if found > SCHEMA_VERSION else older_schema
+                raise StoreError(wrong(self._place, found))
 
         def known(conn: Connection) -> bool:
             if not sa.inspect(conn).has_table(counters.name):
@@ -922,21 +925,6 @@ _UNIT = sa.func.coalesce(turns.c.trajectory_seq, rollouts.c.seq)
 
 
 # ---- pieces of transactions
-
-
-def _add_what_is_new(conn: Connection) -> None:
-    """Bring an older store up to date: schemas grow by tables and nullable columns only."""
-    metadata.create_all(conn)
-    inspector = sa.inspect(conn)
-    for table in metadata.sorted_tables:
-        known = {column["name"] for column in inspector.get_columns(table.name)}
-        for column in table.columns:
-            if column.name not in known:
-                kind = column.type.compile(conn.dialect)
-                name = conn.dialect.identifier_preparer.quote(column.name)
-                conn.exec_driver_sql(f"ALTER TABLE {table.name} ADD COLUMN {name} {kind}")
-        for index in table.indexes:
-            index.create(conn, checkfirst=True)
 
 
 def _set_unfit_aside(
@@ -1096,7 +1084,7 @@ def _seqs(conn: Connection, ids: Sequence[str]) -> dict[str, int]:
         found.update((row.id, row.seq) for row in rows)
     for id in ids:
         if id not in found:
-            raise NotFoundError(f"There is no rollout '{id}'.")
+            raise NotFoundError(f"There is no rollout '{clean_text(id)}'.")
     return found
 
 
@@ -1104,7 +1092,7 @@ def _lock_one(conn: Connection, id: str) -> sa.Row[Any]:
     query = rollouts.select().where(rollouts.c.id == clean_text(id))
     row = conn.execute(query.with_for_update()).one_or_none()
     if row is None:
-        raise NotFoundError(f"There is no rollout '{id}'.")
+        raise NotFoundError(f"There is no rollout '{clean_text(id)}'.")
     return row
 
 

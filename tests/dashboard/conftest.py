@@ -4,7 +4,7 @@ import importlib.util
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +17,8 @@ from online_sao.store import RolloutStore
 from online_sao.types import Preference, Rollout, Run, StoredVerdict, WeightSpan, WeightVersion
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"loaded_{path.parent.name}_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,7 +29,13 @@ def _load(name: str) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def generator() -> ModuleType:
-    return _load("generate")
+    return _load(Path(__file__).with_name("generate.py"))
+
+
+@pytest.fixture(scope="session")
+def load() -> Callable[[Path], ModuleType]:
+    """A module from its file: tests are no package."""
+    return _load
 
 
 @pytest.fixture(scope="session")
@@ -135,7 +141,14 @@ class FakeService:
             self.paused = False
         if path == "/v1/learning/rollback":
             return 200, {"version": 77}
-        return 200, {"version": 12, "paused": self.paused, "pause_reason": "operator"}
+        if path == "/v1/learning/checkpoint":
+            return 200, {"version": 12}
+        return 200, {
+            "weight_version": 12,
+            "serving_version": 12,
+            "paused": self.paused,
+            "pause_reason": "operator",
+        }
 
 
 @pytest.fixture

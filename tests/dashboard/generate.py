@@ -290,7 +290,7 @@ def _tokens(
 def _metrics(
     rng: np.random.Generator, value: float, reward: float, lag: int, index: int, count: int
 ) -> dict[str, Any]:
-    drift = 1.5 * (1 - np.exp(-3 * (index % max(count // 3, 1)) / max(count / 3, 1)))
+    drift = 0.5 * (1 - np.exp(-3 * (index % max(count // 3, 1)) / max(count / 3, 1)))
     surprise = abs(reward - value)
     return {
         "policy/loss": float(rng.normal(0, 0.1)),
@@ -301,9 +301,9 @@ def _metrics(
         "policy/k3_kl": float(rng.exponential(0.0005)),
         "policy/kl_to_start": float(max(0.0, drift + rng.normal(0, 0.1))),
         "policy/kl_coef": 0.2,
-        "policy/entropy": float(0.45 - 0.15 * drift + rng.normal(0, 0.04)),
+        "policy/entropy": float(0.45 - 0.4 * drift + rng.normal(0, 0.04)),
         "policy/grad_norm": float(0.4 + 8 * surprise * rng.random()),
-        "policy/effective_sample_size": float(1 - rng.exponential(0.01)),
+        "policy/effective_sample_size": float(24 * np.exp(-rng.exponential(0.01))),
         "advantage/mean": float(reward - value),
         "advantage/abs_mean": float(surprise),
         "critic/loss": float(surprise**2 / 2),
@@ -325,17 +325,61 @@ def _metrics(
     }
 
 
+def write_runs(folder: Path) -> None:
+    """Results as simulations leave them: two presets, equally good, over three seeds each."""
+    from online_sao.scenario import load_scenario, write_results
+
+    definition = Path(__file__).parents[2] / "scenarios" / "preference_shift.toml"
+    pace = 30  # rollouts until half of the answers have followed a switch
+    for number_of_preset, preset in enumerate(("sao", "running_mean")):
+        for seed in range(3):
+            scenario = load_scenario(definition).replace(seed=seed, phase_rollouts=80)
+            rng = np.random.default_rng([seed, number_of_preset])
+            rows: list[dict[str, Any]] = []
+            before = None
+            for number, phase in enumerate(scenario.phases):
+                half = pace * rng.uniform(0.8, 1.2)
+                for position in range(phase.rollouts):
+                    won = 1 / (1 + np.exp(-(position - half) / 6))
+                    if rng.random() < 0.04 + 0.9 * won:
+                        seen = phase.style
+                    else:
+                        seen = before or str(rng.choice(phase.pool))
+                    match = float(seen == phase.style)
+                    rows.append(
+                        {
+                            "index": len(rows) + 1,
+                            "phase": number,
+                            "detected_style": seen,
+                            "quality": 1.0,
+                            "style_mark": match,
+                            "reward": match,
+                            "state": "trained",
+                            "num_action_tokens": 40,
+                            "masked_fraction": 0.002,
+                            "elapsed_s": SECONDS_APART * len(rows),
+                        }
+                    )
+                before = phase.style
+            write_results(
+                folder / f"{preset}-seed{seed}", scenario, rows, [], preset=preset, complete=True
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("--rollouts", type=int, default=450)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokenizer", type=Path, help="write a tokenizer.json here")
+    parser.add_argument("--runs", type=Path, help="write results of simulations here")
     arguments = parser.parse_args()
     started = time.monotonic()
     generate(arguments.url, arguments.rollouts, seed=arguments.seed)
     if arguments.tokenizer:
         write_tokenizer(arguments.tokenizer)
+    if arguments.runs:
+        write_runs(arguments.runs)
     print(f"{arguments.rollouts} rollouts in {time.monotonic() - started:.1f} s", file=sys.stderr)
 
 

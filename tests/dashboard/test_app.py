@@ -1,5 +1,6 @@
 """Every page in every state, by streamlit's own test harness."""
 
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -81,8 +82,8 @@ def test_an_empty_store(open_page, small, page, said):
 @pytest.mark.parametrize(
     ("page", "charts", "tables"),
     [
-        ("Live", 3, 0),
-        ("Learning health", 16, 1),
+        ("Live", 3, 1),
+        ("Learning health", 17, 1),
         ("Rollouts", 1, 2),
         ("Versions", 0, 3),
         ("Controls", 0, 0),
@@ -100,6 +101,49 @@ def test_a_store_that_is_no_database(open_page, tmp_path, page):
     path.write_text("only notes " * 1000)
     test = open_page(page, f"sqlite:///{path}")
     assert "is not an SQLite database" in test.error[0].value
+
+
+@pytest.fixture
+def locked(small, monkeypatch):
+    """A store whose file another process keeps for itself."""
+    monkeypatch.setattr("online_sao.store.database.BUSY_TIMEOUT_S", 0.2)
+    small.begin()
+    small.store.close()
+    with sqlite3.connect(small.url.removeprefix("sqlite:///"), isolation_level=None) as other:
+        other.execute("PRAGMA locking_mode=EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        yield small.url
+        other.execute("ROLLBACK")
+    other.close()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_locked_store_is_said(open_page, locked, page):
+    (error,) = open_page(page, locked).error
+    assert "is locked by another process for too long" in error.value
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_writer_at_work_does_not_hold_the_pages_up(open_page, small, service, page):
+    epoch = small.begin()
+    small.add("a", seen="cute")
+    small.train(epoch, 1, 0.5, **{"policy/entropy": 0.4})
+    path = small.url.removeprefix("sqlite:///")
+    with sqlite3.connect(path, isolation_level=None) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        writer.execute("DELETE FROM rollouts")  # never committed, so never seen
+        test = open_page(page, small.url, service.url)
+        writer.execute("ROLLBACK")
+    writer.close()
+    assert not test.error
+    assert "No answer has been recorded yet" not in words(test)
+
+
+@pytest.mark.parametrize("page", ["Learning health", "Rollouts", "Versions"])
+def test_pages_that_only_read_do_not_miss_the_service(open_page, shift_url, page):
+    test = open_page(page, shift_url)
+    assert not test.warning
+    assert not test.error
 
 
 def test_a_store_that_fails_in_the_middle(open_page, small, monkeypatch):
@@ -139,14 +183,16 @@ def test_the_live_page_tells_the_operator_what_is_going_on(open_page, shift_url,
     test = open_page("Live", shift_url, service.url)
     assert test.success[0].value.startswith("**Settled on Classical since ")
     tiles = {metric.label: metric.value for metric in test.metric}
-    assert tiles["Preferred style"] == "Classical"
+    (preferred,) = [label for label in tiles if label.startswith("Preferred since ")]
+    assert tiles[preferred] == "Classical"
+    assert tiles["Learning"] == "healthy"
     assert float(tiles["Reward, last 40"]) > 0.8
     assert tiles["Waiting"] == "3 + 0"
     assert tiles["Service"] == "up"
-    assert '"domain": [1, 450]' in test.get("vega_lite_chart")[0].proto.spec
+    assert '"domain": [1, 451]' in test.get("vega_lite_chart")[0].proto.spec
     test.button_group(key="live_range").set_value("last 200")
     ran(test.run())
-    assert '"domain": [251, 450]' in test.get("vega_lite_chart")[0].proto.spec
+    assert '"domain": [251, 451]' in test.get("vega_lite_chart")[0].proto.spec
 
 
 def test_a_service_that_is_down_is_said(open_page, shift_url):
@@ -164,6 +210,24 @@ def test_a_pause_and_a_warning_stand_on_top(open_page, small, service):
     assert "Learning is paused since" in box.value
     assert "(guard: entropy)" in box.value
     assert "Last warning: The disk is full." in box.value
+
+
+def test_a_figure_beyond_its_bound_stands_on_top_with_what_to_do(open_page, small, service):
+    epoch = small.begin()
+    for number in range(8):
+        small.add(f"a{number}", seen="cute")
+        small.train(epoch, number + 1, 0.5, **{"policy/entropy": 0.001, "policy/kl_to_start": 0.1})
+    test = open_page("Live", small.url, service.url)
+    assert "Entropy is 0.001 nats per token (at least 0.02 is well)" in test.warning[0].value
+    assert {m.label: m.value for m in test.metric}["Learning"] == "needs a look"
+    table = test.dataframe[0].value
+    assert dict(zip(table["figure"], table["now"], strict=True)) == {
+        "KL to the start policy": "well",
+        "Entropy": "beyond",
+    }
+    said = words(open_page("Learning health", small.url))
+    assert "**Entropy**: 0.001 nats per token :material/warning: beyond its bound" in said
+    assert "Well is at least 0.02 (the dashboard's bound)." in said
 
 
 # ---- learning health
@@ -188,6 +252,21 @@ def test_metrics_without_a_critic(open_page, small):
     assert charts_on(test) == 1
     assert "**Entropy**: 0.4" in words(test)
     assert "V at the first token" not in words(test)
+
+
+def test_held_out_rounds_are_drawn_where_there_are_some(open_page, small):
+    epoch = small.begin()
+    small.add("a", seen="cute")
+    small.train(epoch, 1, 0.5, **{"policy/entropy": 0.4})
+    assert "questions it never learns from" not in words(open_page("Learning health", small.url))
+    for version, quality in ((0, None), (1, 0.75), (2, 0.25)):
+        small.store.add_event(
+            "probe", {"version": version, "quality": quality, "reward": 0.5, "num_answers": 8}
+        )
+    test = open_page("Learning health", small.url)
+    assert "questions it never learns from" in words(test)
+    assert "(8 in the newest)" in words(test)
+    assert charts_on(test) == 2
 
 
 # ---- rollouts
@@ -267,7 +346,8 @@ def test_events_versions_and_a_comparison(open_page, shift_url):
     assert versions["version"].tolist()[0] == max(versions["version"])
     assert versions["checkpoint"].tolist()[0]
     assert "policy/entropy" in compared["metric"].tolist()
-    assert "First answers from version" in words(test)
+    assert "questions that clients asked of both" in words(test)
+    assert "Write a few lines about" in words(test)
 
 
 # ---- controls
@@ -286,6 +366,16 @@ def controls(open_page, small, service):
     [
         ("Pause learning", ("POST", "/v1/learning/pause", None), "Learning is paused since"),
         ("Resume learning", ("POST", "/v1/learning/resume", None), "Learning goes on since"),
+        (
+            "Pin",
+            ("POST", "/v1/learning/pin", {"version": 0}),
+            "Version 0 is pinned since",
+        ),
+        (
+            "Checkpoint now",
+            ("POST", "/v1/learning/checkpoint", None),
+            "Version 12 has a checkpoint since",
+        ),
         (
             "Roll back",
             ("POST", "/v1/learning/rollback", {"version": 0}),
@@ -346,6 +436,49 @@ def test_a_refusal_is_shown_in_the_services_words(controls, service):
     assert "Version 0 has no retained checkpoint." in controls.error[0].value
 
 
+def test_a_service_that_cannot_pin_is_said(controls, service):
+    service.refuse = (404, {"error": {"message": "Not Found"}})
+    button(controls, "Pin").click()
+    ran(controls.run())
+    button(controls, "Yes").click()
+    ran(controls.run())
+    assert "it is older than this dashboard" in controls.error[0].value
+
+
+def test_what_is_pinned_can_be_unpinned(open_page, small, service):
+    small.begin()
+    small.store.set_checkpoint(0, "/checkpoints/v0")
+    small.store.pin(0)
+    test = open_page("Controls", small.url, service.url)
+    assert button(test, "Pin").disabled
+    assert "pinned" in choice(test, "Version to keep").options[0]
+    button(test, "Unpin").click()
+    ran(test.run())
+    button(test, "Yes").click()
+    ran(test.run())
+    assert service.told == [("POST", "/v1/learning/unpin", {"version": 0})]
+    assert "Version 0 is no longer pinned since" in test.success[0].value
+
+
+def test_versions_to_go_back_to_say_when_they_were_made(open_page, small, service):
+    small.begin("cute")
+    small.store.set_checkpoint(0, "/checkpoints/v0")
+    small.store.set_preference(Preference("classical", ("cute", "classical")), 0)
+    test = open_page("Controls", small.url, service.url)
+    (label,) = choice(test, "To version").options
+    assert label.startswith("0 · ")
+    assert label.endswith(" · before Classical")
+
+
+def test_the_version_that_serves_is_none_to_go_back_to(open_page, small, service):
+    epoch = small.begin()
+    small.add("a", seen="cute")
+    small.train(epoch, 12, 0.5)  # what the service says it serves
+    small.store.set_checkpoint(12, "/checkpoints/v12")
+    test = open_page("Controls", small.url, service.url)
+    assert "The only checkpoint is of the version that serves." in words(test)
+
+
 def test_the_key_is_asked_for_and_used(controls, service):
     service.key = "admin"
     ran(controls.run())
@@ -354,7 +487,7 @@ def test_the_key_is_asked_for_and_used(controls, service):
     controls.text_input(key="admin_key").set_value("admin")
     ran(controls.run())
     assert not controls.warning
-    assert "**Now:** learning is on, version 12." in words(controls)
+    assert "**Now:** learning is on, version 12 serves." in words(controls)
 
 
 def test_controls_are_off_while_the_service_is_down(open_page, shift_url):

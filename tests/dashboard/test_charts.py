@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from dashboard import charts
-from dashboard.metrics import GROUPS, Metric
+from dashboard.metrics import GROUPS, Bound, Metric
 from dashboard.queries import Phase, StoreReader
 
 
@@ -64,7 +64,7 @@ def test_live_charts_of_a_real_store(shift_url, points, monkeypatch):
     styles = reader.known()["styles"]
     reader.close()
     which = (series, phases, 1, 450, styles)
-    shares = charts.shares_chart(*which).to_dict()
+    shares = charts.shares_chart(series.shares, *which[1:]).to_dict()
     totals = pd.DataFrame(_rows(shares, "share")).groupby("rollout")["share"].sum()
     assert totals.tolist() == pytest.approx([1.0] * len(totals))
     strip = _rows(shares, "low")
@@ -81,11 +81,43 @@ def test_live_charts_of_a_real_store(shift_url, points, monkeypatch):
 
 def test_a_metric_with_gaps_and_a_bound():
     table = pd.DataFrame({"x": [1.0, None, 3.0, -1.0]}, index=[4, 5, 6, 7])
-    drawn = charts.metric_chart(table, Metric("x", "X", "Read it."), bound=2.5).to_dict()
+    drawn = charts.metric_chart(
+        table, Metric("x", "X", "Read it."), bound=Bound(high=2.5)
+    ).to_dict()
     assert [row["bound"] for row in _rows(drawn, "bound")] == [2.5]
     assert [row["version"] for row in _rows(drawn, "version")] == [4, 5, 6, 7]
     log = charts.metric_chart(table, Metric("x", "X", "Read it.", log=True)).to_dict()
     assert [row["version"] for row in _rows(log, "version")] == [4, 6]
+
+
+def test_a_bound_far_from_the_data_is_named_and_does_not_flatten_them():
+    table = pd.DataFrame({"x": [1.0, 3.0]}, index=[4, 5])
+    metric = Metric("x", "X", "Read it.")
+    near, far = (
+        charts.metric_chart(table, metric, bound=Bound(high=high)).to_dict() for high in (12, 13)
+    )
+    assert [layer["mark"]["type"] for layer in near["layer"]] == ["circle", "line", "rule"]
+    assert [layer["mark"]["type"] for layer in far["layer"]] == ["circle", "line", "text"]
+    assert [row["label"] for row in _rows(far, "label")] == ["↑ bound 13"]
+
+
+def test_switches_within_the_chart_are_marked():
+    table = pd.DataFrame({"x": [1.0, 3.0, 2.0]}, index=[4, 5, 8])
+    drawn = charts.metric_chart(table, Metric("x", "X", "Read it."), switches=[2, 6, 9]).to_dict()
+    assert drawn["layer"][2]["mark"]["type"] == "rule"
+    (rows,) = (rows for rows in drawn["datasets"].values() if "value" not in rows[0])
+    assert [row["version"] for row in rows] == [6]
+
+
+def test_held_out_rounds_without_a_verdict_are_left_out():
+    probes = pd.DataFrame({"version": [0, 50, 100], "quality": [1.0, None, 0.5], "reward": 0.25})
+    drawn = charts.probes_chart(probes, [0, 60]).to_dict()
+    rows = [(r["version"], r["what"], r["mean"]) for r in _rows(drawn, "what")]
+    assert (100, "quality", 0.5) in rows
+    assert (50, "quality", None) not in rows
+    assert len(rows) == 5
+    (marks,) = (rows for rows in drawn["datasets"].values() if rows and "what" not in rows[0])
+    assert [row["version"] for row in marks] == [60]
 
 
 def test_lags_are_counted():

@@ -7,16 +7,22 @@ def test_each_control_asks_its_route(service):
     service.key = "admin"
     client = ServiceClient(service.url + "/", "admin")
     assert client.answers() is True
-    assert client.learning()["version"] == 12
+    assert client.learning()["serving_version"] == 12
     client.pause()
     client.resume()
     assert client.rollback(5) == {"version": 77}
     client.set_preference("cute", ["cute", "classical"], None)
+    client.pin(7, True)
+    client.pin(7, False)
+    assert client.checkpoint() == {"version": 12}
     assert service.told == [
         ("POST", "/v1/learning/pause", None),
         ("POST", "/v1/learning/resume", None),
         ("POST", "/v1/learning/rollback", {"version": 5}),
         ("PUT", "/v1/preference", {"style": "cute", "pool": ["cute", "classical"], "note": None}),
+        ("POST", "/v1/learning/pin", {"version": 7}),
+        ("POST", "/v1/learning/unpin", {"version": 7}),
+        ("POST", "/v1/learning/checkpoint", None),
     ]
 
 
@@ -46,3 +52,16 @@ def test_a_url_that_is_none(url):
     assert ServiceClient(url).answers() is False
     with pytest.raises(ControlError, match="cannot be reached"):
         ServiceClient(url).pause()
+
+
+@pytest.mark.parametrize("body", [{}, {"detail": "Not Found"}, {"error": {"message": "Not Found"}}])
+def test_a_service_without_the_route_is_older(service, body):
+    service.refuse = (404, body)
+    with pytest.raises(ControlError, match=r"has no /v1/learning/pin: it is older than this"):
+        ServiceClient(service.url).pin(7, True)
+
+
+def test_what_the_service_does_not_find_it_says(service):
+    service.refuse = (404, {"error": {"message": "There is no weight version 7."}})
+    with pytest.raises(ControlError, match=r"refused \(404\): There is no weight version 7"):
+        ServiceClient(service.url).pin(7, True)

@@ -4,7 +4,15 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from dashboard.headline import advice, clock, duration, headline, style_name
+from dashboard.headline import (
+    advice,
+    checks,
+    clock,
+    duration,
+    headline,
+    learning_word,
+    style_name,
+)
 from dashboard.queries import Phase, Situation
 from online_sao.types import Event
 
@@ -91,6 +99,49 @@ def test_each_trouble_has_its_advice(change, service, said):
 )
 def test_no_advice_where_nothing_is_wrong(change):
     assert advice(replace(ADAPTING, **change), service_answers=True, at=NOW) == []
+
+
+WELL = {"policy/entropy": 0.3, "policy/masked_fraction": 0.01, "rollout/policy_lag_max": 2.0}
+HEALTHY = replace(ADAPTING, num_updates=20, recent=WELL, config={"learner": {"max_policy_lag": 16}})
+
+
+def test_figures_are_held_against_their_bounds():
+    assert {c.title: (c.mean, str(c.bound), c.well) for c in checks(HEALTHY)} == {
+        "Entropy": (0.3, "at least 0.02", True),
+        "Masked fraction": (0.01, "at most 0.25", True),
+        "Policy lag": (2.0, "at most 16", True),
+    }
+    assert checks(replace(HEALTHY, num_updates=7)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({}, "healthy"),
+        ({"num_updates": 0}, "not begun"),
+        ({"num_updates": 7}, "too early to say"),
+        ({"paused_since": SWITCH}, "paused"),
+        ({"warnings": [WARNING]}, "needs a look"),
+        ({"recent": {**WELL, "policy/entropy": 0.019}}, "needs a look"),
+        ({"recent": {**WELL, "policy/masked_fraction": 0.26}}, "needs a look"),
+        ({"recent": {**WELL, "rollout/policy_lag_max": 17.0}}, "needs a look"),
+        ({"num_scored": 150, "reward_now": 0.29}, "needs a look"),
+        ({"unscored_share": 0.4}, "needs a look"),
+    ],
+)
+def test_one_word_says_whether_learning_is_healthy(change, word):
+    now = replace(HEALTHY, **change)
+    assert learning_word(now, service_answers=True, at=NOW) == word
+    assert learning_word(now, service_answers=False, at=NOW) == "stopped"
+
+
+def test_a_figure_beyond_its_bound_says_what_to_do():
+    now = replace(HEALTHY, recent={**WELL, "policy/entropy": 0.01})
+    (said,) = advice(now, service_answers=True, at=NOW)
+    assert said == (
+        "Entropy is 0.01 nats per token (at least 0.02 is well). The policy says one thing only: "
+        "roll back to a version from before the fall, and raise learner.kl_coef."
+    )
 
 
 def test_times_are_the_viewers():

@@ -1,14 +1,19 @@
 """Figures from small stores whose answers can be counted by hand."""
 
 import math
+from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
 from dashboard import queries
+from dashboard.metrics import PER_MINUTE
 from dashboard.queries import Filters, StoreReader
 from online_sao.errors import NotFoundError, StoreError
-from online_sao.types import Preference, Purpose, RolloutState
+from online_sao.store import RolloutStore
+from online_sao.store.models import versions
+from online_sao.types import Preference, Purpose, RolloutState, WeightSpan
 
 
 @pytest.fixture
@@ -27,10 +32,24 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_store_that_is_made_anew_is_read_anew(small, reader):
+    small.begin("cute")
+    assert reader.situation().phase.style == "cute"
+    small.store.close()
+    path = Path(small.url.removeprefix("sqlite:///"))
+    for file in path.parent.iterdir():
+        file.unlink()
+    assert reader.is_there() is False
+    small.store = RolloutStore(small.url)
+    small.begin("classical")
+    assert reader.is_there() is True
+    assert reader.situation().phase.style == "classical"
+
+
 def test_another_schema_is_refused(small, reader, monkeypatch):
     assert reader.is_there() is True
     monkeypatch.setattr(queries, "SCHEMA_VERSION", 99)
-    with pytest.raises(StoreError, match="has schema 1; this dashboard reads schema 99"):
+    with pytest.raises(StoreError, match=r"has schema \d+; this dashboard reads schema 99"):
         reader.is_there()
 
 
@@ -177,7 +196,26 @@ def test_health_is_thinned_evenly_and_ends_with_the_newest(small, reader, monkey
     assert reader.health(3).index.tolist() == [9, 10, 11]
     monkeypatch.setattr(queries, "VERSIONS_SHOWN", 4)
     assert reader.health(None).index.tolist() == [2, 5, 8, 11]
-    assert reader.run_settings()["max_policy_lag"] == 4
+    assert reader.run_config()["learner"]["max_policy_lag"] == 4
+
+
+def test_updates_per_minute_come_from_the_times_between_them(small, reader, monkeypatch):
+    epoch = small.begin()
+    for number in range(1, 6):
+        small.add(f"r{number}", seen="cute")
+        small.train(epoch, number, 0.5)
+    with sa.create_engine(small.url).begin() as conn:
+        for number in range(1, 6):  # two seconds apart, then ten
+            second = 2 * number if number < 5 else 18
+            at = datetime(2026, 1, 1, 12, 0, second, tzinfo=UTC)
+            conn.execute(
+                versions.update().where(versions.c.version == number).values(created_at=at)
+            )
+    rate = reader.health(None)[PER_MINUTE].tolist()
+    assert math.isnan(rate[0])
+    assert rate[1:] == [30.0, 30.0, 30.0, 6.0]
+    monkeypatch.setattr(queries, "VERSIONS_SHOWN", 3)  # versions 1, 3, 5
+    assert reader.health(None)[PER_MINUTE].tolist()[1:] == [30.0, 10.0]
 
 
 def test_states_and_reasons(small, reader):
@@ -266,7 +304,7 @@ def test_versions_and_their_answers(small, reader):
     assert table["checkpoint"].tolist() == [True, False]
     assert table["pinned"].tolist() == [True, False]
     assert table["reward"].tolist()[0] == 1.0
-    assert reader.kept_versions() == [1]
+    assert [(k.version, k.pinned) for k in reader.kept_versions()] == [(1, True)]
     assert reader.version_metrics(1)["policy/loss"] == 0.25
     answers = reader.answers_of(1)
     assert answers[["rollout", "style", "reward"]].to_numpy().tolist() == [[3, "classical", 0.0]]
@@ -280,3 +318,89 @@ def test_distinct_share(small, reader):
         small.add(name, answer="same" if name in "abc" else "other")
     assert reader.distinct_share() == 0.5
     assert reader.distinct_share(last=2) == 1.0
+
+
+def test_the_newest_updates_are_averaged_on_the_line_that_serves(small, reader):
+    epoch = small.begin()
+    for number in range(3):
+        small.add(f"r{number}", seen="cute")
+    small.train(epoch, 1, 0.5, **{"policy/entropy": 0.2, "not/explained": 1.0})
+    small.train(epoch, 2, 0.5, **{"policy/entropy": 0.4, "policy/kl_to_start": None})
+    now = reader.situation()
+    assert now.num_updates == 2
+    assert now.recent["policy/entropy"] == pytest.approx(0.3)
+    assert "policy/kl_to_start" not in now.recent
+    assert "not/explained" not in now.recent
+    assert now.config["learner"]["max_policy_lag"] == 4
+
+
+def test_held_out_rounds_come_from_their_events(small, reader):
+    small.begin()
+    assert not len(reader.probes())
+    for version, quality in ((0, 1.0), (100, 0.5)):
+        small.store.add_event(
+            "probe", {"version": version, "quality": quality, "reward": 0.25, "num_answers": 8}
+        )
+    assert reader.probes().to_numpy().tolist() == [[0, 1.0, 0.25, 8], [100, 0.5, 0.25, 8]]
+    assert reader.probes(limit=1)["version"].tolist() == [100]
+
+
+def test_answers_for_pretraining_do_not_begin_the_charts(small, reader):
+    small.begin()
+    small.add("p", seen="cute", purpose=Purpose.PRETRAINING)
+    assert reader.situation().num_rollouts == 0  # none to a client
+    small.add("a", seen="cute")
+    now = reader.situation()
+    assert (now.first_rollout, now.num_rollouts) == (2, 2)
+
+
+def ask(small, name, question, version, **fields):
+    messages = [{"role": "system", "content": name}, {"role": "user", "content": question}]
+    small.add(name, messages=messages, weight_spans=(WeightSpan(version, 0, 3),), **fields)
+
+
+def test_two_versions_answer_the_same_question(small, reader):
+    epoch = small.begin()
+    ask(small, "old tea", "Tea?", 0, seen="cute", reward=0.0)
+    ask(small, "old rain", "Rain?", 0)
+    small.train(epoch, 1, 0.5)
+    ask(small, "new tea", "Tea?", 1, seen="classical")
+    ask(small, "other", "Snow?", 1)
+    same = reader.same_prompts(0, 1)
+    assert (same.questions, same.held_out) == (1, False)
+    (row,) = same.answers.to_dict("records")
+    assert (row["question"], row["answer_one"], row["answer_two"]) == (
+        "Tea?",
+        "Answer old tea.",
+        "Answer new tea.",
+    )
+    assert (row["version_one"], row["version_two"]) == (0, 1)
+    assert (row["style_one"], row["reward_one"]) == ("cute", 0.0)
+    assert reader.same_prompts(1, 1).questions == 0
+    with pytest.raises(NotFoundError, match="There is no weight version 7"):
+        reader.same_prompts(0, 7)
+
+
+def test_of_several_answers_the_nearest_versions_count(small, reader):
+    epoch = small.begin()
+    ask(small, "at 0", "Tea?", 0, seen="cute")
+    small.train(epoch, 1, 0.5)
+    ask(small, "at 1", "Tea?", 1, seen="cute")
+    small.train(epoch, 2, 0.5)
+    ask(small, "at 2", "Tea?", 2, seen="cute")
+    (row,) = reader.same_prompts(1, 2).answers.to_dict("records")
+    assert (row["answer_one"], row["answer_two"]) == ("Answer at 1.", "Answer at 2.")
+
+
+def test_held_out_answers_go_before_those_to_clients(small, reader):
+    epoch = small.begin()
+    ask(small, "client 0", "Tea?", 0, seen="cute")
+    ask(small, "probe 0", "Snow?", 0, seen="cute")
+    small.train(epoch, 1, 0.5)
+    ask(small, "client 1", "Tea?", 1)
+    ask(small, "probe 1", "Snow?", 1)
+    with sa.create_engine(small.url).begin() as conn:
+        conn.exec_driver_sql("UPDATE rollouts SET purpose = 'probe' WHERE id LIKE 'probe%'")
+    same = reader.same_prompts(0, 1)
+    assert same.held_out is True
+    assert same.answers["question"].tolist() == ["Snow?"]

@@ -5,13 +5,16 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from online_sao.engine.weight_file import (
     FILES_KEPT,
     SHARED_MEMORY,
+    copy_weight_file,
     process_folder,
     write_weight_file,
 )
@@ -127,3 +130,26 @@ def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_live_one_is_not
     finally:
         for folder in (left, living):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_copy_from_another_machine_is_the_same_file(tmp_path):
+    original = write_weight_file(tmp_path / "there", 3, TENSORS)
+    data = np.fromfile(original.path, np.uint8)
+    copy = copy_weight_file(original, memoryview(data), tmp_path / "here")
+    assert Path(copy.path).parent == tmp_path / "here"
+    assert (copy.version, copy.layout) == (3, original.layout)
+    copy.verify()
+
+
+def test_a_copy_that_was_cut_short_on_its_way_is_refused(tmp_path):
+    original = write_weight_file(tmp_path / "there", 3, TENSORS)
+    data = np.fromfile(original.path, np.uint8)[:-8]
+    with pytest.raises(WeightUpdateError, match="bytes, not"):
+        copy_weight_file(original, memoryview(data), tmp_path / "here").verify()
+
+
+def test_no_room_for_a_copy(tmp_path):
+    original = write_weight_file(tmp_path / "there", 3, TENSORS)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightUpdateError, match="version 3 cannot be written"):
+        copy_weight_file(original, b"", tmp_path / "file" / "here")

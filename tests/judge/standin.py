@@ -142,6 +142,9 @@ class StandIn:
                 message["content"] = f"{json.dumps(first)}\nNo, rather:\n{text}"
             case "contrary":
                 message["content"] = json.dumps({**verdict, "quality": 1 - verdict["quality"]})
+            case "all_ones":  # a judge that was bribed
+                bribed = {"quality": 1, "style": 1, "detected_style": "cute"}
+                message["content"] = json.dumps({**verdict, **bribed})
             case "words_for_marks":
                 words = {**verdict, "quality": "yes" if verdict["quality"] else "no"}
                 words["style"] = bool(verdict["style"])

@@ -124,10 +124,10 @@ def kept_states(backbone: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     kept: list[torch.Tensor] = []
 
     def keep(module: Any, inputs: Any, output: Any) -> None:
-        output.last_hidden_state.retain_grad()
-        kept.append(output.last_hidden_state)
+        output.retain_grad()
+        kept.append(output)
 
-    hook = backbone.register_forward_hook(keep)
+    hook = backbone.norm.register_forward_hook(keep)
     yield kept
     hook.remove()
 

@@ -18,11 +18,19 @@ STOP_S = 120
 class ServedEndpoint:
     """`online-sao serve` in a process of its own."""
 
-    def __init__(self, model: Path, run_dir: Path, *settings: str, env: dict | None = None):
+    def __init__(
+        self,
+        model: Path,
+        run_dir: Path,
+        *settings: str,
+        env: dict | None = None,
+        key: str | None = None,
+    ):
         self.model, self.run_dir, self.settings = model, run_dir, settings
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.env = {**os.environ, **(env or {})}
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.log = run_dir.with_suffix(".log")
         self.process: subprocess.Popen | None = None
 
@@ -40,7 +48,7 @@ class ServedEndpoint:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"serve ended:\n{self.log.read_text()[-3000:]}"
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
+                if self.get("/ready").status_code == 200:
                     return self
             time.sleep(0.5)
         raise AssertionError(f"not ready in {READY_S} s:\n{self.log.read_text()[-3000:]}")
@@ -54,13 +62,17 @@ class ServedEndpoint:
         return code
 
     def get(self, path: str, **kwargs):
-        return httpx.get(self.url + path, timeout=30, **kwargs)
+        return self._send("GET", path, 30, **kwargs)
 
     def post(self, path: str, json=None, **kwargs):
-        return httpx.post(self.url + path, json=json, timeout=60, **kwargs)
+        return self._send("POST", path, 60, json=json, **kwargs)
 
     def put(self, path: str, json=None, **kwargs):
-        return httpx.put(self.url + path, json=json, timeout=30, **kwargs)
+        return self._send("PUT", path, 30, json=json, **kwargs)
+
+    def _send(self, method: str, path: str, timeout_s: float, headers=None, **kwargs):
+        headers = self.headers | (headers or {})
+        return httpx.request(method, self.url + path, headers=headers, timeout=timeout_s, **kwargs)
 
     def chat(self, text="Write about rain.", headers=None, **body):
         body = {

@@ -1,24 +1,17 @@
-"""A store per test, once for each backend.
+"""A store per test, once for each backend: SQLite, and a real PostgreSQL (tests/postgres.py)."""
 
-SQLite always; PostgreSQL too when ONLINE_SAO_TEST_POSTGRES_URL names a database in which
-schemas may be created.
-"""
-
-import os
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import sqlalchemy as sa
+from postgres import own_schema
 
 from online_sao.store import RolloutStore
 from online_sao.types import Rollout, Run, StoredVerdict, WeightSpan, WeightVersion
 
-POSTGRES = os.environ.get("ONLINE_SAO_TEST_POSTGRES_URL")
-BACKENDS = ["sqlite", "postgresql"] if POSTGRES else ["sqlite"]
+BACKENDS = ["sqlite", "postgresql"]
 
 GOOD = StoredVerdict(
     quality=1.0,
@@ -91,6 +84,17 @@ class Kit:
             rollouts=[(name, array, array * 2, array * 3) for name in names],
         )
 
+    def to_first_schema(self) -> None:
+        """Make the database what it was before there were migrations."""
+        with self.store._engine.begin() as conn:
+            for statement in (
+                "DROP INDEX ix_rollouts_probe",
+                "DROP TABLE turns",
+                "DROP TABLE sessions",
+                "UPDATE counters SET value = 1 WHERE name = 'schema'",
+            ):
+                conn.exec_driver_sql(statement)
+
     def states(self) -> dict[str, str]:
         return {r.id: r.state.value for r in self.store.list(limit=10_000)}
 
@@ -100,16 +104,8 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path / 'store.sqlite'}"
         return
-    assert POSTGRES is not None
-    schema = f"test_{uuid.uuid4().hex}"
-    admin = sa.create_engine(sa.make_url(POSTGRES).set(drivername="postgresql+psycopg"))
-    with admin.begin() as conn:
-        conn.execute(sa.text(f"CREATE SCHEMA {schema}"))
-    url = sa.make_url(POSTGRES).update_query_dict({"options": f"-csearch_path={schema}"})
-    yield url.render_as_string(hide_password=False)
-    with admin.begin() as conn:
-        conn.execute(sa.text(f"DROP SCHEMA {schema} CASCADE"))
-    admin.dispose()
+    with own_schema(request.getfixturevalue("postgres_server")) as url:
+        yield url
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 
 from online_sao.errors import StoreError
-from online_sao.store import RolloutStore, database, models
+from online_sao.store import RolloutStore, database, migration, models
 from online_sao.store import store as store_module
 
 FORK = multiprocessing.get_context("fork")
@@ -166,7 +166,8 @@ def test_a_writer_that_blocks_for_too_long(sqlite_url, kit, monkeypatch):
 
 
 def test_a_newer_schema_is_refused(kit, store, store_url, monkeypatch):
-    monkeypatch.setattr(store_module, "SCHEMA_VERSION", models.SCHEMA_VERSION - 1)
+    for module in (store_module, migration):
+        monkeypatch.setattr(module, "SCHEMA_VERSION", models.SCHEMA_VERSION - 1)
     newest = models.SCHEMA_VERSION
     says = rf"has schema {newest}, but .* up to {newest - 1}; upgrade online_sao"
     with pytest.raises(StoreError, match=says):

@@ -7,7 +7,7 @@ import pytest
 import sqlalchemy as sa
 
 from online_sao.errors import NotFoundError
-from online_sao.store import RolloutStore
+from online_sao.store.migration import migrate
 from online_sao.store.models import turns as turns_table
 from online_sao.types import RolloutState as S
 
@@ -184,11 +184,8 @@ class TestClaims:
 def test_a_store_of_the_first_schema_is_brought_up_to_date(kit, store, store_url):
     """Made before there were sessions: its rollouts are there, and new ones have sessions."""
     store.add(kit.rollout("old"))
-    with store._engine.begin() as conn:
-        conn.exec_driver_sql("DROP TABLE turns")
-        conn.exec_driver_sql("DROP TABLE sessions")
-        conn.exec_driver_sql("ALTER TABLE versions DROP COLUMN published_at")
-        conn.exec_driver_sql("UPDATE counters SET value = 1 WHERE name = 'schema'")
+    kit.to_first_schema()
+    migrate(store_url)
     new = kit.open_again()
     assert new.get("old").answer == "Drip, drop."
     added = new.add(kit.rollout("new", session_id="s"))
@@ -197,7 +194,6 @@ def test_a_store_of_the_first_schema_is_brought_up_to_date(kit, store, store_url
     with new._engine.connect() as conn:
         names = {index["name"] for index in sa.inspect(conn).get_indexes(turns_table.name)}
     assert "ix_turns_trajectory" in names
-    RolloutStore(store_url).close()  # and is not brought up to date twice
 
 
 def test_arrays_of_a_turn_are_its_own(kit, store):

@@ -767,3 +767,10 @@ def test_a_time_without_a_zone_is_refused(kit, store):
     with pytest.raises(StoreError, match="time zone"):
         store.add(kit.rollout("x", created_at=datetime(2026, 1, 1)))
     assert store.list() == []
+
+
+@pytest.mark.parametrize("id", ["a\x00b", "\ud800", "\x00", "'; DROP TABLE rollouts; --"])
+def test_ids_that_no_database_takes_are_unknown(store, id):
+    for ask in (store.get, store.delete_text, lambda id: store.add_feedback(id, 1.0)):
+        with pytest.raises(NotFoundError, match="There is no rollout"):
+            ask(id)

@@ -1,0 +1,71 @@
+"""What several pages draw with."""
+
+from __future__ import annotations
+
+from datetime import UTC, tzinfo
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pandas as pd
+import streamlit as st
+
+from dashboard.queries import StoreReader
+
+NOTHING = "–"  # in a table where there is no number
+RANGES = {"last 200": 200, "last 1,000": 1000, "last 10,000": 10_000, "all": None}
+
+
+@st.cache_resource
+def open_reader(url: str) -> StoreReader:
+    """One for all viewers of a store."""
+    return StoreReader(url)
+
+
+def choose_range(what: str, key: str) -> int | None:
+    chosen = st.segmented_control(
+        f"Range ({what})",
+        list(RANGES),
+        default="last 1,000",
+        required=True,
+        key=key,
+        label_visibility="collapsed",
+    )
+    return RANGES[chosen or "last 1,000"]
+
+
+def tile(label: str, value: str, help: str | None = None) -> None:
+    st.metric(label, value, help=help, width="content", border=True)
+
+
+def draw(chart: Any, alt: str) -> None:
+    st.altair_chart(chart, width="stretch", alt=alt)
+
+
+def csv_button(table: pd.DataFrame, name: str) -> None:
+    st.download_button(
+        "CSV",
+        table.to_csv(index=False).encode(),
+        file_name=f"online_sao_{name}.csv",
+        mime="text/csv",
+        key=f"csv_{name}",
+        icon=":material/download:",
+        on_click="ignore",
+        help="Download this table.",
+    )
+
+
+def shown_number(value: float | int | None, form: str) -> str:
+    return "none yet" if value is None or value != value else format(value, form)
+
+
+def viewer_zone() -> tzinfo:
+    """The viewer's time zone, as the browser says."""
+    try:
+        return ZoneInfo(st.context.timezone or "UTC")
+    except (KeyError, ValueError, OSError):
+        return UTC
+
+
+def local_times(times: pd.Series, zone: tzinfo) -> pd.Series:
+    """Times as the viewer's clock shows them, without a zone (streamlit would convert again)."""
+    return pd.to_datetime(times, utc=True).dt.tz_convert(zone).dt.tz_localize(None)

@@ -1,0 +1,171 @@
+"""Result folders of simulations (`online-sao train`, scenarios/live.py). No streamlit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dashboard.queries import Phase
+from online_sao.errors import ScenarioError
+from online_sao.scenario import Results
+
+DEPTH = 3  # folders below the given one that are looked into
+STEP = 10  # rollouts in a group of style shares
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run as its summary.json tells it."""
+
+    folder: Path
+    name: str  # the folder, from the place that was searched
+    scenario: str
+    preset: str
+    seed: int
+    complete: bool
+    changed: float  # when summary.json was written, seconds since the epoch
+    data: dict[str, Any]
+
+
+def find_runs(place: str | Path) -> tuple[list[Summary], list[str]]:
+    """Runs in the folders below `place`; and a sentence for each that cannot be read.
+
+    The method itself first, then by preset, seed and name.
+    """
+    place = Path(place)
+    found, refused = [], []
+    patterns = ["/".join(["*"] * depth + ["summary.json"]) for depth in range(DEPTH + 1)]
+    for path in sorted({path for pattern in patterns for path in place.glob(pattern)}):
+        try:
+            data = json.loads(path.read_text("utf-8"))
+            found.append(
+                Summary(
+                    folder=path.parent,
+                    name=str(path.parent.relative_to(place)),
+                    scenario=str(data["scenario"]),
+                    preset=str(data["preset"]),
+                    seed=int(data["seed"]),
+                    complete=bool(data["complete"]),
+                    changed=path.stat().st_mtime,
+                    data=data,
+                )
+            )
+            _ = [(p["name"], p["mean_reward"], p["rollouts_to_mark"]) for p in data["phases"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            found = [run for run in found if run.folder != path.parent]
+            why = f"no {error}" if isinstance(error, KeyError) else str(error)
+            refused.append(f"{path} cannot be read ({why}).")
+    found.sort(key=lambda r: (not r.preset.startswith("sao"), r.preset, r.seed, r.name))
+    return found, refused
+
+
+def runs_table(runs: Sequence[Summary]) -> pd.DataFrame:
+    """A row per run: what it is, and what came of it in each phase.
+
+    Columns `<phase>: ...` are empty for runs of scenarios without that phase.
+    """
+    rows = []
+    for run in runs:
+        data = run.data
+        row: dict[str, Any] = {
+            "run": run.name,
+            "scenario": run.scenario,
+            "preset": run.preset,
+            "seed": run.seed,
+            "finished": run.complete,
+            "written": datetime.fromtimestamp(run.changed, UTC),
+            "rollouts": data.get("rollouts"),
+            "mean reward": data.get("mean_reward"),
+            "masked": data.get("masked_fraction"),
+            "minutes": None if data.get("seconds") is None else data["seconds"] / 60,
+        }
+        for phase in data["phases"]:
+            row[f"{phase['name']}: last mean"] = phase.get("last_mean")
+            row[f"{phase['name']}: rollouts to {data.get('mark', 0.8):g}"] = phase[
+                "rollouts_to_mark"
+            ]
+            heldout = phase.get("heldout") or {}
+            row[f"{phase['name']}: held-out share"] = heldout.get("preferred_share")
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def same_phases(results: Sequence[Results]) -> None:
+    """ScenarioError unless all went through the same phases, so that one axis fits them."""
+    for other in results[1:]:
+        if other.scenario.phases != results[0].scenario.phases:
+            raise ScenarioError(
+                f"{results[0].folder.name} and {other.folder.name} differ in their phases; choose "
+                "runs of one definition and length."
+            )
+
+
+def phases_of(results: Results) -> list[Phase]:
+    """The phases of a run as bands over its rollouts, which are counted from 1."""
+    phases, first = [], 1
+    for number, phase in enumerate(results.scenario.phases):
+        note = phase.name
+        if phase.audiences:
+            note += ": " + ", ".join(f"{a.name} likes {a.style}" for a in phase.audiences)
+        if phase.to_style:
+            note += f": drifts to {phase.to_style}"
+        begun = datetime.fromtimestamp(0, UTC)  # in rollouts; no clock is drawn
+        phases.append(Phase(phase.style, phase.pool, note, number, begun, None, first))
+        first += phase.rollouts
+    return phases
+
+
+def rolling_rewards(results: Sequence[Results], window: int) -> pd.DataFrame:
+    """Mean reward of the last `window` rollouts: columns preset, seed, rollout, reward."""
+    tables = []
+    for run in results:
+        table = _rows(run)
+        rewards = table["reward"].astype(float).rolling(window, min_periods=max(1, window // 4))
+        tables.append(
+            pd.DataFrame(
+                {
+                    "preset": run.preset,
+                    "seed": run.seed,
+                    "rollout": table["index"],
+                    "reward": rewards.mean(),
+                }
+            )
+        )
+    columns = ["preset", "seed", "rollout", "reward"]
+    return pd.concat(tables).dropna() if tables else pd.DataFrame(columns=columns)
+
+
+def style_shares(results: Sequence[Results]) -> pd.DataFrame:
+    """Shares of the styles that the judge saw, over all `results`, in groups of STEP rollouts.
+
+    Columns rollout, style, share, answers: what charts.shares_chart takes.
+    """
+    rows = pd.concat([_rows(run)[["index", "detected_style"]] for run in results])
+    rows = rows[rows["detected_style"].notna() & (rows["detected_style"] != "")]
+    if not len(rows):
+        return pd.DataFrame(columns=["rollout", "style", "share", "answers"])
+    group = ((rows["index"] - 1) // STEP).rename("group")
+    table = rows.groupby([group, "detected_style"]).size().unstack(fill_value=0)
+    long = table.stack().rename("answers").reset_index()
+    long = long.rename(columns={"detected_style": "style"})
+    long["share"] = long["answers"] / long["group"].map(table.sum(axis=1))
+    # the middle of the group; of the last, if it is not full, its last rollout
+    middle = 1 + long["group"] * STEP + (STEP - 1) / 2
+    long["rollout"] = middle.clip(upper=int(rows["index"].max()))
+    return long[["rollout", "style", "share", "answers"]]
+
+
+def styles_of(results: Sequence[Results]) -> list[str]:
+    named = [style for run in results for phase in run.scenario.phases for style in phase.pool]
+    return list(dict.fromkeys(named))
+
+
+def _rows(run: Results) -> pd.DataFrame:
+    columns = ["index", "reward", "detected_style"]
+    return pd.DataFrame(run.rows, columns=columns).sort_values("index", ignore_index=True)

@@ -1,0 +1,181 @@
+"""Result folders as `write_results` leaves them, and what the page makes of them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from dashboard import runs
+from online_sao.errors import ScenarioError
+from online_sao.scenario import Scenario, read_results, write_results
+
+APP = Path(__file__).parents[2] / "dashboard" / "app.py"
+
+
+def scenario(seed=0, first_rollouts=20, name="shift"):
+    return Scenario.model_validate(
+        {
+            "name": name,
+            "claim": "The policy follows.",
+            "seed": seed,
+            "thresholds": {"window": 10},
+            "phase": [
+                {
+                    "name": "A",
+                    "style": "cute",
+                    "pool": ["cute", "classical"],
+                    "rollouts": first_rollouts,
+                },
+                {"name": "B", "style": "classical", "pool": ["cute", "classical"], "rollouts": 20},
+            ],
+        }
+    )
+
+
+def write(folder, preset, seed=0, complete=True, **kwargs):
+    """40 rollouts: all cute, so all rewards of phase A are 1 and all of phase B 0."""
+    rows = [
+        {
+            "index": index,
+            "phase": int(index > 20),
+            "detected_style": "cute" if index != 5 else None,
+            "reward": float(index <= 20) if index != 5 else None,
+            "state": "trained" if index != 5 else "unscored",
+            "elapsed_s": 3.0 * index,
+        }
+        for index in range(1, 41)
+    ]
+    definition = scenario(seed, **kwargs)
+    write_results(folder, definition, rows, [], preset=preset, complete=complete)
+
+
+@pytest.fixture
+def place(tmp_path):
+    write(tmp_path / "shift" / "rm-seed0", "running_mean")
+    write(tmp_path / "shift" / "sao-seed1", "sao", 1, complete=False)
+    write(tmp_path / "shift" / "sao-seed0", "sao")
+    return tmp_path
+
+
+def test_runs_are_found_and_the_method_comes_first(place):
+    found, refused = runs.find_runs(place)
+    assert [run.name for run in found] == ["shift/sao-seed0", "shift/sao-seed1", "shift/rm-seed0"]
+    assert [run.complete for run in found] == [True, False, True]
+    assert refused == []
+    assert runs.find_runs(place / "nowhere") == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("{", "Expecting"), ("{}", "no 'scenario'"), ("[]", "indices")]
+)
+def test_what_cannot_be_read_is_said_and_the_rest_is_shown(place, text, why):
+    broken = place / "broken" / "summary.json"
+    broken.parent.mkdir()
+    broken.write_text(text)
+    found, (sentence,) = runs.find_runs(place)
+    assert len(found) == 3
+    assert str(broken) in sentence
+    assert why in sentence
+
+
+def test_the_table_has_what_came_of_each_phase(place):
+    table = runs.runs_table(runs.find_runs(place)[0])
+    first = table.iloc[0]
+    assert (first["preset"], first["seed"], first["rollouts"]) == ("sao", 0, 40)
+    assert (first["A: last mean"], first["B: last mean"]) == (1.0, 0.0)
+    assert first["A: rollouts to 0.8"] == 10
+    assert pd.isna(first["B: rollouts to 0.8"])
+    assert first["minutes"] == 2.0
+
+
+def test_rewards_and_shares_are_those_of_the_rollouts(place):
+    results = [read_results(run.folder) for run in runs.find_runs(place)[0]]
+    rewards = runs.rolling_rewards(results, 10)
+    one = rewards[(rewards["preset"] == "sao") & (rewards["seed"] == 0)].set_index("rollout")
+    assert one["reward"][20] == 1.0
+    assert one["reward"][25] == 0.5  # five of phase A, five of phase B
+    assert one["reward"][40] == 0.0
+    assert one["reward"][10] == 1.0  # the one without a verdict counts for nothing
+    shares = runs.style_shares(results)
+    assert shares["rollout"].tolist() == [5.5, 15.5, 25.5, 35.5]
+    assert shares["share"].tolist() == [1.0] * 4
+    assert shares["answers"].tolist() == [27, 30, 30, 30]
+    assert [(p.style, p.first_seq) for p in runs.phases_of(results[0])] == [
+        ("cute", 1),
+        ("classical", 21),
+    ]
+
+
+def test_runs_of_other_phases_are_not_drawn_together(place):
+    write(place / "longer", "sao", 2, first_rollouts=30)
+    results = [read_results(run.folder) for run in runs.find_runs(place)[0]]
+    with pytest.raises(ScenarioError, match="differ in their phases"):
+        runs.same_phases(results)
+
+
+# ---- the page
+
+
+@pytest.fixture
+def open_runs(monkeypatch):
+    def opened(place):
+        monkeypatch.setattr(sys, "argv", ["app.py", "--store", "none", "--runs", str(place)])
+        test = AppTest.from_file(str(APP), default_timeout=60)
+        test.query_params["page"] = "Runs"
+        return ran(test.run())
+
+    return opened
+
+
+def ran(test):
+    assert not test.exception, test.exception
+    return test
+
+
+def charts_on(test):
+    return len(test.get("vega_lite_chart"))
+
+
+def test_without_results_the_page_says_how_to_make_some(open_runs, tmp_path):
+    test = open_runs(tmp_path)
+    assert "online-sao train --scenario" in test.info[0].value
+    assert charts_on(test) == 0
+
+
+def test_presets_and_seeds_are_chosen(open_runs, place):
+    test = open_runs(place)
+    assert test.dataframe[0].value["run"].tolist() == [
+        "shift/sao-seed0",
+        "shift/sao-seed1",
+        "shift/rm-seed0",
+    ]
+    assert charts_on(test) == 3  # the reward of all, and what each preset wrote
+    assert "The policy follows." in [caption.value for caption in test.caption]
+    test.multiselect(key="presets").set_value(["sao"])
+    ran(test.run())
+    assert charts_on(test) == 2
+    test.multiselect(key="seeds").set_value([1])
+    ran(test.run())
+    assert test.dataframe[0].value["run"].tolist() == ["shift/sao-seed1"]
+    test.multiselect(key="seeds").set_value([])
+    ran(test.run())
+    assert "No run has such a preset and seed" in test.info[0].value
+
+
+def test_a_folder_that_lost_a_file_is_said(open_runs, place):
+    (place / "shift" / "sao-seed0" / "rollouts.csv.gz").unlink()
+    test = open_runs(place)
+    assert "it has no rollouts.csv.gz" in test.warning[0].value
+    assert len(test.dataframe) == 1
+
+
+def test_another_scenario_is_another_choice(open_runs, place):
+    write(place / "drift", "sao", name="drift")
+    data = json.loads((place / "drift" / "summary.json").read_text())
+    assert data["scenario"] == "drift"
+    test = open_runs(place)
+    assert test.selectbox(key="scenario").options == ["drift", "shift"]
+    assert test.dataframe[0].value["run"].tolist() == ["drift"]

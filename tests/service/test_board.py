@@ -1,0 +1,49 @@
+"""The weight board without Ray around it."""
+
+import asyncio
+
+import pytest
+
+from online_sao.service.board import Announcement, WeightBoard
+
+Board = WeightBoard.__ray_metadata__.modified_class
+SOON_S = 0.05
+
+
+@pytest.fixture
+def board():
+    return Board()
+
+
+async def test_a_replica_that_is_behind_gets_what_is_current(board):
+    await board.announce(Announcement(3))
+    assert (await board.fetch("a", 2, SOON_S)).version == 3
+    assert await board.fetch("a", 3, SOON_S) is None
+
+
+async def test_a_waiting_replica_is_woken(board):
+    await board.announce(Announcement(3))
+    waiting = asyncio.create_task(board.fetch("a", 3, 60))
+    await asyncio.sleep(0)
+    await board.announce(Announcement(4))
+    assert (await waiting).version == 4
+
+
+async def test_a_board_that_was_restarted_tells_no_replica_to_go_back(board):
+    """It knows nothing yet: to say 0 would name weights that the engine does not have."""
+    assert await board.current_version() is None
+    assert await board.fetch("a", 7, SOON_S) is None
+    await board.announce(Announcement(7))
+    assert await board.fetch("a", 7, SOON_S) is None
+
+
+async def test_applied_everywhere_or_what_went_wrong(board):
+    for name in "ab":
+        await board.report(name, 3)
+    assert await board.wait_applied(3, SOON_S) is None
+    await board.report("a", 4)
+    assert "no answer from b" in await board.wait_applied(4, SOON_S)
+    await board.report("b", 4, "no room")
+    assert await board.wait_applied(4, SOON_S) == "no room"
+    await board.leave("b")
+    assert await board.wait_applied(4, SOON_S) is None

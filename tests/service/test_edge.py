@@ -1,0 +1,187 @@
+"""The edge alone, around an app that only answers: keys, limits, what is counted.
+
+With vLLM behind it: test_operations.py.
+"""
+
+import asyncio
+import json
+
+import pytest
+
+from online_sao.config import ServiceConfig
+from online_sao.service.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, Edge
+
+USER, ADMIN = "user-key-of-the-tests", "admin-key-of-the-tests"
+
+
+class Bench:
+    def __init__(self, **settings):
+        self.reached = []
+        self.counted = []
+        config = ServiceConfig.model_validate(settings)
+        self.edge = Edge(self.app, config, dict, lambda *seen: self.counted.append(seen[:2]))
+
+    async def app(self, scope, receive, send):
+        self.reached.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    def ask(self, path, method="GET", key=None, parts=(b"",), headers=(), query=b"", delay_s=0.0):
+        """(status, parsed body, headers) of the answer."""
+        return asyncio.run(self._ask(path, method, key, parts, headers, query, delay_s))
+
+    async def _ask(self, path, method, key, parts, headers, query, delay_s):
+        sent, waiting = [], list(parts)
+        if key is not None:
+            headers = [(b"authorization", b"Bearer " + key.encode("latin-1")), *headers]
+
+        async def receive():
+            await asyncio.sleep(delay_s)
+            part = waiting.pop(0)
+            return {"type": "http.request", "body": part, "more_body": bool(waiting)}
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "path": path,
+            "method": method,
+            "headers": list(headers),
+            "query_string": query,
+        }
+        await self.edge(scope, receive, send)
+        body = b"".join(m.get("body", b"") for m in sent)
+        return sent[0]["status"], json.loads(body or b"{}"), dict(sent[0].get("headers", []))
+
+
+@pytest.fixture
+def keys(monkeypatch):
+    monkeypatch.setenv(API_KEY_VARIABLE, USER)
+    monkeypatch.setenv(ADMIN_KEY_VARIABLE, ADMIN)
+
+
+@pytest.mark.usefixtures("keys")
+class TestKeys:
+    @pytest.mark.parametrize(
+        "path", ["/v1/models", "/metrics", "/ready", "/v1/feedback", "/", "/x"]
+    )
+    @pytest.mark.parametrize(
+        "key", [None, "", "wrong", USER + "x", USER[:-1], USER.upper(), "ü", f" {USER}"]
+    )
+    def test_without_the_key_nothing_is_reached(self, path, key):
+        bench = Bench()
+        status, body, _ = bench.ask(path, key=key)
+        assert (status, body["error"]["type"]) == (401, "authentication_error")
+        assert bench.reached == []
+
+    def test_only_health_is_open(self):
+        assert Bench().ask("/health")[0] == 200
+
+    @pytest.mark.parametrize("query", [f"api_key={USER}", f"key={ADMIN}", f"authorization={ADMIN}"])
+    def test_a_key_in_the_query_is_no_key(self, query):
+        assert Bench().ask("/v1/models", query=query.encode())[0] == 401
+
+    @pytest.mark.parametrize(
+        "path", ["/v1/learning", "/v1/learning/rollback", "/v1/preference", "/v1/rollouts/x"]
+    )
+    def test_admin_routes_want_the_admin_key(self, path):
+        bench = Bench()
+        assert bench.ask(path, key=USER)[0] == 401
+        assert bench.reached == []
+        assert bench.ask(path, key=ADMIN)[0] == 200
+
+    @pytest.mark.parametrize("key", [USER, ADMIN])
+    def test_either_key_opens_the_rest(self, key):
+        assert Bench().ask("/v1/models", key=key)[0] == 200
+
+    def test_a_refusal_names_no_key(self):
+        _, body, headers = Bench().ask("/v1/models", key="guess-of-a-key")
+        assert "guess" not in json.dumps(body) + str(headers)
+
+    @pytest.mark.parametrize(
+        "path", ["//v1/learning", "/V1/LEARNING", "/v1/./learning", "/v1//rollouts"]
+    )
+    def test_other_spellings_of_an_admin_path_reach_no_route(self, path):
+        """The edge lets a user pass there; the app has no such route (404 in the endpoint)."""
+        bench = Bench()
+        bench.ask(path, key=USER)
+        assert all(reached == path for reached in bench.reached)  # never rewritten on the way
+
+
+def test_without_keys_all_is_open():
+    assert Bench().ask("/v1/learning")[0] == 200
+
+
+class TestLimits:
+    def test_a_body_that_says_it_is_too_large_is_not_read(self):
+        bench = Bench(max_body_bytes=2000)
+        length = [(b"content-length", b"100000000")]
+        assert bench.ask("/v1/feedback", "POST", parts=[], headers=length)[0] == 413
+
+    def test_a_body_that_does_not_say_so_is_read_up_to_the_limit(self):
+        bench = Bench(max_body_bytes=2000)
+        parts = [b"x" * 1000] * 100_000
+        status, body, _ = bench.ask("/v1/feedback", "POST", parts=parts)
+        assert status == 413
+        assert "2000 bytes" in body["error"]["message"]
+        assert bench.reached == []
+
+    @pytest.mark.parametrize("length", [b"-1", b"9" * 9000, b"1e9", b"x", b"\xb2"])
+    def test_a_length_that_is_no_length_is_not_trusted(self, length):
+        bench = Bench(max_body_bytes=2000)
+        status, _, _ = bench.ask(
+            "/v1/feedback", "POST", parts=[b"x" * 3000], headers=[(b"content-length", length)]
+        )
+        assert status == 413
+
+    def test_a_body_that_trickles_in(self):
+        bench = Bench(body_timeout_s=0.05)
+        status, body, _ = bench.ask("/v1/feedback", "POST", parts=[b"x"] * 100, delay_s=0.02)
+        assert status == 408
+        assert "0.05 s" in body["error"]["message"]
+
+    def test_beyond_the_limit_of_ongoing_requests_the_answer_is_429(self):
+        bench = Bench(max_ongoing_requests=3)
+        bench.edge.ongoing = 3
+        status, body, headers = bench.ask("/v1/chat/completions", "POST", parts=[b"{}"])
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert int(headers[b"retry-after"]) > 0
+        assert bench.ask("/v1/feedback", "POST")[0] == 200  # only generating is bounded
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"n": 65},
+            {"n": 10**30},
+            {"prompt": ["x"] * 65},
+            {"prompt": [[1, 2]] * 33, "n": 2},
+        ],
+    )
+    def test_too_many_answers_in_one_request(self, body):
+        bench = Bench()
+        path = "/v1/completions"
+        status, answer, _ = bench.ask(path, "POST", parts=[json.dumps(body).encode()])
+        assert status == 400
+        assert "64" in answer["error"]["message"]
+        assert bench.reached == []
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"stop": ["\\ud800"]}', b'{"x": {"\\uDFFF": 1}}', b'{"y": "\xed\xa0\x80"}']
+)
+def test_lone_surrogates_are_refused_and_whole_characters_are_not(body):
+    bench = Bench()
+    status, answer, _ = bench.ask("/v1/completions", "POST", parts=[body])
+    assert status == 400
+    assert "surrogate" in answer["error"]["message"]
+    assert bench.reached == []
+    whole = b'{"n": 65, "x": "\\ud83d\\ude00 \xf0\x9f\x98\x80"}'
+    assert "64" in bench.ask("/v1/completions", "POST", parts=[whole])[1]["error"]["message"]
+
+
+def test_what_was_answered_is_counted():
+    bench = Bench(max_body_bytes=2000)
+    bench.ask("/health")
+    bench.ask("/v1/feedback", "POST", parts=[b"x" * 3000])
+    assert bench.counted == [("/health", 200), ("/v1/feedback", 413)]
