@@ -313,7 +313,7 @@ def test_an_exported_version_answers_as_the_service_does(endpoint, tmp_path):
 def test_too_many_choices_are_refused(endpoint):
     answer = endpoint.chat(n=10**6)
     assert answer.status_code == 400
-    assert "n must be at most" in answer.json()["error"]["message"]
+    assert "the limit is" in answer.json()["error"]["message"]
 
 
 def test_deleting_removes_the_text(endpoint):
