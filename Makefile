@@ -2,6 +2,7 @@
 #   make demo     everything in one go: serve, learn, compare with a baseline, leave figures
 #   make serve    serve and learn until Ctrl-C          make dashboard   watch it
 #   make test     all tests                             make check       lint, types, imports
+#   make bench    an update's time beside the machine's limit and a plain version (docs/benchmarks.md)
 #   make chaos    kill processes of a served endpoint N times (N=40 SEED=0) and audit its store
 
 PYTHON ?= python3
@@ -55,6 +56,9 @@ N ?= 40
 SEED ?= 0
 chaos: setup
 	CHAOS_KILLS=$(N) CHAOS_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos -q -s $(ARGS)
+
+bench: prepare
+	$(BIN)/python benchmarks/update.py $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
