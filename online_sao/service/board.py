@@ -8,6 +8,7 @@ deadline.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ import ray
 
 from online_sao.engine.weight_file import WeightFile, copy_weight_file, process_folder
 
+RECHECK_S = 1.0
 HEARD_WITHIN_S = 20.0  # a replica that has not asked for so long is not waited for
 
 
@@ -109,12 +111,16 @@ class WeightBoard:
         def settled() -> bool:
             return all(r.version >= version or r.error for r in self._in_touch().values())
 
+        deadline = time.monotonic() + timeout_s
         async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(settled), timeout_s)
-            except TimeoutError:
-                late = [n for n, r in self._in_touch().items() if r.version < version]
-                return f"no answer from {', '.join(late)} within {timeout_s:g} s"
+            while not settled():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    late = [n for n, r in self._in_touch().items() if r.version < version]
+                    return f"no answer from {', '.join(late)} within {timeout_s:g} s"
+                # One that is lost wakes nobody: it only falls out of touch.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), min(left, RECHECK_S))
         errors = [r.error for r in self._in_touch().values() if r.error and r.version < version]
         return errors[0] if errors else None
 

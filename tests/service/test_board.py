@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from online_sao.service import board as board_module
 from online_sao.service.board import Announcement, WeightBoard
 
 Board = WeightBoard.__ray_metadata__.modified_class
@@ -47,3 +48,15 @@ async def test_applied_everywhere_or_what_went_wrong(board):
     assert await board.wait_applied(4, SOON_S) == "no room"
     await board.leave("b")
     assert await board.wait_applied(4, SOON_S) is None
+
+
+async def test_a_replica_that_is_lost_is_waited_for_only_until_it_is_out_of_touch(
+    board, monkeypatch
+):
+    """It never says that it is gone: its node is."""
+    monkeypatch.setattr(board_module, "RECHECK_S", 0.01)
+    monkeypatch.setattr(board_module, "HEARD_WITHIN_S", 0.05)
+    await board.report("a", 4)
+    await board.report("lost", 3)
+    waiting = asyncio.create_task(board.wait_applied(4, 60))
+    assert await asyncio.wait_for(waiting, 30) is None
