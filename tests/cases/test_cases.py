@@ -1,6 +1,7 @@
 """Faults that users of comparable systems met, each by its number: those that need no engine.
 
-C1 to C4, C6, C7, C9, C11 to C13 need one: test_cases_engine.py, test_cases_endpoint.py.
+C1 to C4, C6, C7, C9, C11 to C13 need one: test_cases_engine.py, test_cases_endpoint.py,
+test_cases_judge.py.
 """
 
 import math
@@ -77,7 +78,7 @@ async def test_c08_what_judges_write_around_a_verdict(behaviour, calls, marks):
 
 
 async def test_c07_three_outcomes_of_the_judge_are_three_things():
-    """In store, metrics and dashboard: test_cases_endpoint.py."""
+    """In store, metrics and dashboard: test_cases_judge.py."""
     kinds = {}
     for behaviour in ("essay", "normal", "error_500"):
         with StandIn(behaviour) as server:

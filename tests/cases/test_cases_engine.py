@@ -30,32 +30,31 @@ def harness(tiny_model, tmp_path_factory):
     made.loop.close()
 
 
-class TestSmolLM2:
-    pytestmark = pytest.mark.model
+@pytest.fixture(scope="module")
+def writer(model_home):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONLINE_SAO_HOME", str(model_home))
+        return prepare_embedded(EMBEDDED_MODEL)
 
-    @pytest.fixture(scope="class")
-    def folder(self, model_home):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("ONLINE_SAO_HOME", str(model_home))
-            return prepare_embedded(EMBEDDED_MODEL)
 
-    def test_c01_the_ratio_is_one_while_the_weights_are_unchanged(self, folder, tmp_path_factory):
-        engine = Harness(folder, tmp_path_factory.mktemp("weights"))
-        try:
-            (rollout,) = engine.ask(temperature=LOW_TEMPERATURE, max_tokens=40)
-        finally:
-            engine.engine.shutdown()
-            engine.loop.close()
-        config = LearnerConfig(compute_dtype="float32", kl_coef=0.0)
-        policy = Policy(str(folder), config, torch.device("cpu"))
-        batch = make_batch([[_rewarded(rollout)]])
-        now = policy.logprobs(batch)[batch.action_mask].numpy()
-        ratios = np.exp(now - rollout.behavior_logprobs)
-        print(f"mean ratio {ratios.mean():.5f}, first {ratios[0]:.5f}, of {len(ratios)} tokens")
-        assert rollout.temperature == LOW_TEMPERATURE
-        # Float32 on both sides: what is left is the order of summation.
-        assert ratios.mean() == pytest.approx(1, abs=1e-3)
-        assert ratios[0] == pytest.approx(1, abs=1e-3)
+@pytest.mark.model
+def test_c01_the_ratio_is_one_while_the_weights_are_unchanged(writer, tmp_path_factory):
+    engine = Harness(writer, tmp_path_factory.mktemp("weights"))
+    try:
+        (rollout,) = engine.ask(temperature=LOW_TEMPERATURE, max_tokens=40)
+    finally:
+        engine.engine.shutdown()
+        engine.loop.close()
+    config = LearnerConfig(compute_dtype="float32", kl_coef=0.0)
+    policy = Policy(str(writer), config, torch.device("cpu"))
+    batch = make_batch([[_rewarded(rollout)]])
+    now = policy.logprobs(batch)[batch.action_mask].numpy()
+    ratios = np.exp(now - rollout.behavior_logprobs)
+    print(f"mean ratio {ratios.mean():.5f}, first {ratios[0]:.5f}, of {len(ratios)} tokens")
+    assert rollout.temperature == LOW_TEMPERATURE
+    # Float32 on both sides: what is left is the order of summation.
+    assert ratios.mean() == pytest.approx(1, abs=1e-3)
+    assert ratios[0] == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize(
