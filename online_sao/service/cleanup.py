@@ -51,7 +51,14 @@ def end_processes(run_dir: Path) -> int:
 
 def note_segments(run_dir: Path) -> None:
     """Write down the shared-memory segments that our processes map, for `remove_segments`."""
-    segments: set[str] = set(_noted(run_dir))
+    segments = {*_noted(run_dir), *own_segments(run_dir)}
+    with contextlib.suppress(OSError):
+        (run_dir / SEGMENTS_FILE).write_text(json.dumps(sorted(segments)))
+
+
+def own_segments(run_dir: Path) -> set[str]:
+    """The shared-memory segments that our processes map now."""
+    segments: set[str] = set()
     for process in own_processes(run_dir):
         with contextlib.suppress(psutil.Error, OSError):
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
@@ -59,8 +66,7 @@ def note_segments(run_dir: Path) -> None:
                 name = path.removesuffix(" (deleted)")
                 if name.startswith(SEGMENT_PREFIXES) and "/" not in name:
                     segments.add(name)
-    with contextlib.suppress(OSError):
-        (run_dir / SEGMENTS_FILE).write_text(json.dumps(sorted(segments)))
+    return segments
 
 
 def remove_segments(run_dir: Path) -> int:

@@ -27,7 +27,7 @@ from online_sao.types import Preference
 START_TIMEOUT_S = 900.0  # engine and learner loading, value pretraining
 STOP_TIMEOUT_S = 90.0  # the running update and the last checkpoint
 POLL_S = 0.5
-NOTE_SEGMENTS_PERIOD_S = 10.0
+NOTE_SEGMENTS_PERIOD_S = 4.0
 SERVE_OVERHEAD_REQUESTS = 256  # control requests beside the generating ones
 
 ENVIRONMENT = {

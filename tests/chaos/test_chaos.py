@@ -19,7 +19,7 @@ from audit import audit
 from served import TINY_SETTINGS, ServedEndpoint
 
 from online_sao.engine.weight_file import SHARED_MEMORY, endpoint_folder
-from online_sao.service.cleanup import own_processes
+from online_sao.service.cleanup import own_processes, own_segments
 from online_sao.store import RolloutStore
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "2"))
@@ -178,16 +178,6 @@ def drained(endpoint: ServedEndpoint) -> dict[str, int]:
         time.sleep(0.5)
 
 
-def segments() -> set[str]:
-    """Shared memory that no living process has mapped: other programs' may come and go."""
-    names = {path.name for path in SHARED_MEMORY.glob("psm_*")}
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            text = maps.read_text()
-            names = {name for name in names if f"/dev/shm/{name}" not in text}
-    return names
-
-
 def schedule(kills: int, seed: int) -> list[str]:
     """Each target as often as any other, in an order of the seed's."""
     chosen = random.Random(seed)
@@ -204,7 +194,7 @@ def test_kills_lose_nothing_and_double_nothing(tiny_model, tmp_path):
     settings = (*TINY_SETTINGS, "learner.checkpoint_every=5")
     endpoint = ServedEndpoint(tiny_model, run_dir, *settings)
     waits = random.Random(SEED)
-    before = segments()
+    segments: set[str] = set()  # of shared memory, that any process of ours has had
     times: dict[str, list[tuple[float, float]]] = {}
     kills = 0
     endpoint.start()
@@ -213,6 +203,7 @@ def test_kills_lose_nothing_and_double_nothing(tiny_model, tmp_path):
         for target in schedule(KILLS, SEED):
             time.sleep(waits.uniform(*TRAFFIC_S))
             seen = len(traffic.answers)
+            segments |= own_segments(run_dir)
             if not kill(endpoint, target):
                 raise AssertionError(f"no process of the {target} is running")
             kills += 1
@@ -230,6 +221,7 @@ def test_kills_lose_nothing_and_double_nothing(tiny_model, tmp_path):
         time.sleep(TRAFFIC_S[1])
         traffic.stop()
         queue = drained(endpoint)
+        segments |= own_segments(run_dir)
         assert endpoint.stop() == 130
     finally:
         traffic.stop()
@@ -248,4 +240,5 @@ def test_kills_lose_nothing_and_double_nothing(tiny_model, tmp_path):
     assert queue["trained"] > 0
     assert own_processes(run_dir) == []
     assert not endpoint_folder(run_dir).exists()
-    assert segments() - before == set()
+    assert segments
+    assert [name for name in segments if (SHARED_MEMORY / name).exists()] == []
