@@ -61,8 +61,8 @@ def _page(name: str) -> AppTest:
 def _times(name: str, repeat: int) -> list[str]:
     page = _page(name)
     first = _seconds(page.run)
-    if page.exception:
-        raise SystemExit(f"{name}: {page.exception}")
+    if page.exception or page.error:
+        raise SystemExit(f"{name}: {page.exception or page.error}")
     again = _middle(page.run, repeat)
     if name not in RANGES:
         return [f"{first:.2f}", f"{again:.2f}", ""]
