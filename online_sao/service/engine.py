@@ -52,6 +52,7 @@ class RequestContext:
     purpose: Purpose = Purpose.SERVE
     received_at: float = field(default_factory=time.monotonic)
     weight_version: int | None = None  # of the newest token so far
+    answering: bool = False  # the engine has begun to answer
     recorded: bool | None = None  # None until the first choice is finished
     store_ok: bool = True  # whether the store took the last rollout before this request
 
@@ -103,6 +104,7 @@ class RecordingLLM(AsyncLLM):
         prompt_index = _prompt_index(request_id, context.response_id)
         try:
             async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
+                context.answering = True
                 prompt_ids = output.prompt_token_ids or prompt_ids
                 for completion in output.outputs:
                     choice = choices.setdefault(completion.index, _Choice())

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import time
@@ -17,6 +18,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from online_sao.config import ServiceConfig
+
+log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -48,11 +51,13 @@ class Edge:
         config: ServiceConfig,
         make_context: Callable[..., Any],
         on_answer: Callable[[str, int, float], None] = lambda path, status, seconds: None,
+        is_engine_well: Callable[[], bool] = lambda: True,
     ) -> None:
         self._app = app
         self._config = config
         self._make_context = make_context
         self._on_answer = on_answer
+        self._is_engine_well = is_engine_well
         self.ongoing = 0
         self._api_key = os.environ.get(API_KEY_VARIABLE) or None
         self._admin_key = os.environ.get(ADMIN_KEY_VARIABLE) or None
@@ -145,10 +150,35 @@ class Edge:
         token = CURRENT_REQUEST.set(context)
         self.ongoing += 1
         try:
-            await self._app(scope, receive, _with_headers(send, context))
+            answer = _with_headers(send, context)
+            await self._app(scope, receive, self._refusing(answer, context))
         finally:
             self.ongoing -= 1
             CURRENT_REQUEST.reset(token)
+
+    def _refusing(self, send: Send, context: Any) -> Send:
+        """vLLM's failure over a request that its engine never saw, as a 400.
+
+        It checks few types itself: a number where a table belongs makes it fail somewhere
+        inside, with a 500. As long as the engine is well, that is the request's fault.
+        """
+        held = False
+        parts: list[bytes] = []
+
+        async def wrapped(message: Message) -> None:
+            nonlocal held
+            if message["type"] == "http.response.start":
+                held = message["status"] == 500 and not context.answering and self._is_engine_well()
+            if not held:
+                await send(message)
+                return
+            parts.append(message.get("body", b""))
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                reason = _error_message(b"".join(parts))
+                log.warning("a request was refused that vLLM failed over: %s", reason)
+                await _respond(send, 400, f"The request cannot be answered: {reason}")
+
+        return wrapped
 
     def _refuse(self, path: str, headers: dict[str, str]) -> tuple[int, str, str] | None:
         if path in OPEN_PATHS or (self._api_key is None and self._admin_key is None):
@@ -229,6 +259,12 @@ def _json_object(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return parsed if isinstance(parsed, dict) else {}
+
+
+def _error_message(body: bytes) -> str:
+    error = _json_object(body).get("error")
+    message = error.get("message") if isinstance(error, dict) else None
+    return str(message or "it has a value of the wrong type.")
 
 
 def _is_unicode(parsed: dict[str, Any]) -> bool:

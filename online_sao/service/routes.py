@@ -365,7 +365,13 @@ def build_app(endpoint: Any, config: Config) -> Any:
     def make_context(**fields: Any) -> RequestContext:
         return RequestContext(**fields, store_ok=not endpoint.store_failed)
 
-    edge = Edge(app, config.service, make_context, counters.count_request)
+    edge = Edge(
+        app,
+        config.service,
+        make_context,
+        counters.count_request,
+        lambda: not endpoint.engine.errored,
+    )
     if not config.service.cors_origins:
         return edge
     from starlette.middleware.cors import CORSMiddleware

@@ -400,10 +400,28 @@ FAULTS: list[Fault] = [
         ("temperature forgotten", " / batch.temperature[batch.action_mask][:, None]", ""),
         (
             "an anchor that moves along",
-            "return _action_logits(self._start, batch)",
-            "return _action_logits(self.model, batch)",
+            "return _action_logits(self._start.lm_head, self._start_decoder, batch)",
+            "return _action_logits(self._start.lm_head, self._decoder, batch)",
         ),
         ("capped logits accepted", "        _check_head(self.model)\n", ""),
+    ),
+    *_learner(
+        "fused_decoder",
+        ("no causal mask", ".triu_(1)", ".triu_(length)"),
+        ("rotated again, not back", "-shape.sin", "shape.sin"),
+        (
+            "gradient of the query not scaled",
+            "(grad_scores @ key).mul_(scale)",
+            "grad_scores @ key",
+        ),
+        (
+            "norm weight left out",
+            "(normed_2 * norm_2) @ layer.gate_up.T",
+            "normed_2 @ layer.gate_up.T",
+        ),
+        ("gradient of the residual path lost", ".add_(residual)", ""),
+        ("gradients of gate and up exchanged", "grads[6], grads[7]", "grads[7], grads[6]"),
+        ("joined weights are a copy", "parameter.data = joined[start:end]", "pass"),
     ),
     *_learner(
         "critic",
@@ -602,7 +620,12 @@ FAULTS: list[Fault] = [
         ),
     ),
     *_loop(
-        "TestControl", ("a pause without effect", "if self._pause_reason is not None:", "if False:")
+        "TestControl",
+        (
+            "a pause without effect",
+            "if self._pause_reason is not None:\n            return False",
+            "if False:\n            return False",
+        ),
     ),
     *_loop(
         "TestPublishing",

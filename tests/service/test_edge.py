@@ -5,6 +5,7 @@ With vLLM behind it: test_operations.py.
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -185,3 +186,42 @@ def test_what_was_answered_is_counted():
     bench.ask("/health")
     bench.ask("/v1/feedback", "POST", parts=[b"x" * 3000])
     assert bench.counted == [("/health", 200), ("/v1/feedback", 413)]
+
+
+class TestFailuresInsideVllm:
+    """A value of the wrong type makes vLLM fail inside: whose fault is it?"""
+
+    def answer(self, *, answering, is_well, status=500, body=b'{"error": {"message": "no get"}}'):
+        async def app(scope, receive, send):
+            await send({"type": "http.response.start", "status": status, "headers": []})
+            await send({"type": "http.response.body", "body": body[:5], "more_body": True})
+            await send({"type": "http.response.body", "body": body[5:]})
+
+        context = SimpleNamespace(
+            answering=answering, weight_version=None, recorded=None, store_ok=True
+        )
+        bench = Bench()
+        bench.edge = Edge(app, ServiceConfig(), lambda **_: context, is_engine_well=lambda: is_well)
+        return bench.ask("/v1/chat/completions", "POST", parts=(b"{}",))[:2]
+
+    def test_the_requests_if_the_engine_never_saw_it(self):
+        status, body = self.answer(answering=False, is_well=True)
+        assert (status, body["error"]["code"]) == (400, 400)
+        assert body["error"]["message"] == "The request cannot be answered: no get"
+
+    @pytest.mark.parametrize("body", [b"Internal Server Error", b'{"error": 5}', b"[]"])
+    def test_without_a_message(self, body):
+        status, body = self.answer(answering=False, is_well=True, body=body)
+        assert status == 400
+        assert "wrong type" in body["error"]["message"]
+
+    @pytest.mark.parametrize(
+        ("answering", "is_well", "status"), [(True, True, 500), (False, False, 500)]
+    )
+    def test_ours_otherwise(self, answering, is_well, status):
+        found, body = self.answer(answering=answering, is_well=is_well, status=status)
+        assert (found, body["error"]["message"]) == (status, "no get")
+
+    @pytest.mark.parametrize("status", [200, 400, 503])
+    def test_other_answers_pass(self, status):
+        assert self.answer(answering=False, is_well=True, status=status)[0] == status

@@ -247,7 +247,7 @@ def test_fields_that_hold_anything(endpoint, path, name, value):
 
 
 def test_header_values_that_are_no_session(endpoint):
-    for value in ("", " ", "x" * 4000, "a/b", "ä".encode(), b"\xff"):
+    for value in ("", "x y", "x" * 4000, "a/b", "ä".encode(), b"\xff"):
         answer = httpx.post(
             endpoint.url + CHAT,
             json=GOOD[CHAT],

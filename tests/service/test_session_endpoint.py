@@ -73,7 +73,7 @@ def test_a_history_that_the_client_changed_begins_a_trajectory(endpoint):
 
 def test_a_history_too_long_is_refused_with_the_numbers(endpoint):
     headers = {"X-Session-Id": "long"}
-    messages = [{"role": "user", "content": "rain " * 300}]
+    messages = [{"role": "user", "content": "rain " * 80}]
     answer = endpoint.chat(headers=headers, messages=messages).json()
     said = answer["choices"][0]["message"]["content"]
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "tea " * 300}]
