@@ -49,8 +49,9 @@ serve: prepare
 dashboard: setup
 	$(BIN)/online-sao dashboard $(ARGS)
 
+# Two streams of whole files: a test that waits for an engine leaves the cores to the other.
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 N ?= 40
 SEED ?= 0

@@ -19,7 +19,14 @@ from online_sao.config import EMBEDDED_MODEL, home
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 USER_HOME = home()  # read before any fixture changes the environment
+LONG = ("engine", "model", "long")  # markers of tests that take tens of seconds
 KEY_ENDINGS = ("_API_KEY", "_ADMIN_KEY")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests first, so that two streams of files (`make test`) end together."""
+    long = {item.path for item in items if any(map(item.get_closest_marker, LONG))}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope="session", autouse=True)

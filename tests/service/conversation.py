@@ -35,6 +35,9 @@ def converse(endpoint, session, questions=QUESTIONS[:2], **fields):
 
 
 def stored(endpoint, ids):
+    """The rollouts as the store has them, once each is judged and has gone as far as it goes."""
+    for id in ids:
+        endpoint.settled(id)
     with RolloutStore(f"sqlite:///{endpoint.run_dir}/store.sqlite") as store:
         return store.get_many(ids)
 
