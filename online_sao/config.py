@@ -116,7 +116,10 @@ class LearnerConfig(_Section):
     icepop_high: float = Field(5.0, gt=0)
     """icepop: closed bounds of the ratio."""
     kl_coef: float = Field(0.2, ge=0)
-    """Weight of KL(policy || start policy) per action token. Ours, not the paper's."""
+    """Weight of the anchor to the start policy per action token. Ours, not the paper's."""
+    kl_direction: Literal["reverse", "forward"] = "reverse"
+    """The anchor is KL(policy || start) or KL(start || policy). The pull of the second does not
+    fade where the policy has come to do one thing only. Ours."""
     surprise_coef: float = Field(0.0, ge=0)
     """Added to kl_coef times the critic's surprise (LEARNING.md section 5). Ours."""
     surprise_rate: float = Field(0.2, gt=0, le=1)

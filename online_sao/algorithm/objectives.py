@@ -2,6 +2,7 @@
 
 The caller adds them up:
     policy_loss + kl_coef · Σ kl_to_reference / N − entropy_coef · entropy / N
+    (or kl_from_reference, the anchor that holds on to what the policy has stopped doing)
 with N the action tokens of the whole update. Pass that N as `normalizer` when an update is
 computed in parts, so that the parts' gradients add up to the gradient of the whole.
 """
@@ -156,3 +157,16 @@ def kl_to_reference(policy_logits: Tensor, reference_logits: Tensor) -> Tensor:
     gap = policy_logits.detach().float().log_softmax(-1)
     gap -= reference_logits.detach().float().log_softmax(-1)
     return (policy_logits.float().softmax(-1) * gap).sum(-1)
+
+
+def kl_from_reference(policy_logits: Tensor, reference_logits: Tensor) -> Tensor:
+    """KL(π_ref ‖ π) = Σ_a π_ref(a)·(log π_ref(a) − log π(a)) per token: [N, V], [N, V] to [N].
+
+    In nats, float32, exact. Its gradient to the policy's logits is π − π_ref. That does not
+    fade where π has come to do one thing only, whereas the gradient of `kl_to_reference`
+    is weighted with π(a) and does: with π(a) = 0.001 next to nothing brings a back.
+    Gradient to `policy_logits` only. Logits must be finite.
+    """
+    reference = reference_logits.detach().float().log_softmax(-1)
+    gap = reference - policy_logits.float().log_softmax(-1)
+    return (reference.exp() * gap).sum(-1)

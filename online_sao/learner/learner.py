@@ -29,7 +29,13 @@ from torch import Tensor
 
 from online_sao.algorithm.advantages import value_targets
 from online_sao.algorithm.importance import importance_ratio, log_importance_ratio
-from online_sao.algorithm.objectives import entropy, kl_to_reference, policy_loss, value_loss
+from online_sao.algorithm.objectives import (
+    entropy,
+    kl_from_reference,
+    kl_to_reference,
+    policy_loss,
+    value_loss,
+)
 from online_sao.algorithm.statistics import explained_variance
 from online_sao.config import LearnerConfig
 from online_sao.learner.batch import Batch, make_batch
@@ -217,8 +223,12 @@ class Learner:
         metrics: dict[str, Any] = {"policy/kl_to_start": None}
         if self.policy.is_anchored:
             coefficient = config.kl_coef + config.surprise_coef * max(0.0, self.surprise)
-            kl = kl_to_reference(logits, self.policy.start_logits(batch)).sum() / batch.num_actions
-            term = term + coefficient * kl
+            start = self.policy.start_logits(batch)
+            kl = kl_to_reference(logits, start).sum() / batch.num_actions
+            pull = kl
+            if config.kl_direction == "forward":
+                pull = kl_from_reference(logits, start).sum() / batch.num_actions
+            term = term + coefficient * pull
             metrics = {"policy/kl_to_start": kl.detach(), "policy/kl_coef": coefficient}
         if config.entropy_coef > 0:
             everywhere = torch.ones(len(logits), dtype=torch.bool, device=logits.device)

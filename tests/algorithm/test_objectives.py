@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from online_sao.algorithm.advantages import value_targets
-from online_sao.algorithm.objectives import entropy, kl_to_reference, policy_loss, value_loss
+from online_sao.algorithm.objectives import (
+    entropy,
+    kl_from_reference,
+    kl_to_reference,
+    policy_loss,
+    value_loss,
+)
 
 INF, NAN = math.inf, math.nan
 OBJECTIVES = ["dis", "ppo_clip", "tis", "icepop", "none"]
@@ -458,11 +464,26 @@ def test_divergence_by_hand():
     half, quarter = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
     assert kl_to_reference(half, quarter).tolist() == pytest.approx([0.143841], rel=1e-5)
     assert kl_to_reference(quarter, half).tolist() == pytest.approx([0.130812], rel=1e-5)
+    assert kl_from_reference(half, quarter).tolist() == pytest.approx([0.130812], rel=1e-5)
+    assert kl_from_reference(quarter, half).tolist() == pytest.approx([0.143841], rel=1e-5)
 
 
-def test_divergence_of_a_policy_from_itself_is_zero_and_at_its_minimum():
+def test_only_one_direction_still_pulls_when_an_action_is_all_but_gone():
+    # π = (e, 1 − e) with e = 1e-6, π_ref = (1/2, 1/2), gradient to the first logit:
+    # KL(π_ref ‖ π): π − π_ref = −0.499999
+    # KL(π ‖ π_ref): π (log π/π_ref − KL) = 1e-6 (log 2e-6 − 0.693133) = −1.3815e-5
+    logits = torch.tensor([[1e-6, 1 - 1e-6]], dtype=torch.float64).log().requires_grad_()
+    even = torch.zeros(1, 2)
+    (holds,) = torch.autograd.grad(kl_from_reference(logits, even).sum(), logits)
+    (fades,) = torch.autograd.grad(kl_to_reference(logits, even).sum(), logits)
+    assert holds.tolist()[0] == pytest.approx([-0.499999, 0.499999], rel=1e-4)
+    assert fades[0, 0].item() == pytest.approx(-1.3815e-5, rel=1e-2)
+
+
+@pytest.mark.parametrize("divergence", [kl_to_reference, kl_from_reference])
+def test_divergence_of_a_policy_from_itself_is_zero_and_at_its_minimum(divergence):
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    kl = kl_to_reference(logits, logits.detach() + 7.0)
+    kl = divergence(logits, logits.detach() + 7.0)
     torch.testing.assert_close(kl, torch.zeros(3), rtol=0, atol=1e-6)
     kl.sum().backward()
     torch.testing.assert_close(logits.grad, torch.zeros(3, 50), rtol=0, atol=1e-6)
@@ -492,9 +513,30 @@ def test_entropy_and_divergence_have_the_gradients_of_their_definitions(seed, sp
     assert by_anchor is None
 
 
-def test_divergence_takes_low_precision_logits_and_works_in_float32():
+@given(seed=st.integers(0, 10_000), spread=st.sampled_from([0.1, 1.0, 5.0, 30.0]))
+def test_divergence_from_the_reference_has_the_gradient_of_its_definition(seed, spread):
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(3, 11, generator=generator, dtype=torch.float64)
+    reference = spread * torch.randn(3, 11, generator=generator, dtype=torch.float64)
+    weights = torch.rand(3, generator=generator)
+    ours, anchor = logits.float().requires_grad_(), reference.float().requires_grad_()
+    kl = kl_from_reference(ours, anchor)
+    log_pi, log_ref = logits.log_softmax(-1), reference.log_softmax(-1)
+    expected = (log_ref.exp() * (log_ref - log_pi)).sum(-1)
+    torch.testing.assert_close(kl, expected.float(), rtol=1e-4, atol=1e-4)
+    assert (kl > -1e-5).all()
+    by_policy, by_anchor = torch.autograd.grad(
+        (weights * kl).sum(), [ours, anchor], allow_unused=True
+    )
+    closed = weights[:, None] * (log_pi.exp() - log_ref.exp())  # π − π_ref
+    torch.testing.assert_close(by_policy, closed.float(), rtol=1e-4, atol=1e-5)
+    assert by_anchor is None
+
+
+@pytest.mark.parametrize("divergence", [kl_to_reference, kl_from_reference])
+def test_divergence_takes_low_precision_logits_and_works_in_float32(divergence):
     logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(1)).bfloat16()
     reference = torch.zeros(2, 9, dtype=torch.bfloat16)
-    kl = kl_to_reference(logits, reference)
+    kl = divergence(logits, reference)
     assert kl.dtype == torch.float32
-    torch.testing.assert_close(kl, kl_to_reference(logits.float(), reference.float()))
+    torch.testing.assert_close(kl, divergence(logits.float(), reference.float()))

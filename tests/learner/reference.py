@@ -92,8 +92,11 @@ class Reference:
                 log_ratio = log_pi[s.ids[t]] - s.behavior[i]
                 loss = loss + self.token_loss(log_pi[s.ids[t]], log_ratio, advantages[i]) / n
                 kl = (pi * (log_pi - log_start)).sum()
+                pull = kl
+                if c.kl_direction == "forward":
+                    pull = (log_start.exp() * (log_start - log_pi)).sum()
                 entropy = -(pi * log_pi).sum()
-                loss = loss + coefficient * kl / n - c.entropy_coef * entropy / n
+                loss = loss + coefficient * pull / n - c.entropy_coef * entropy / n
                 ratios.append(math.exp(min(20.0, log_ratio.item())))
                 all_kl += kl.item() / n
                 all_entropy += entropy.item() / n

@@ -117,6 +117,7 @@ class TestAgainstTheReference:
             {"kl_coef": 0.0},
             {"kl_coef": 1.0, "entropy_coef": 0.05},
             {"kl_coef": 0.1, "surprise_coef": 0.5, "surprise_rate": 0.9},
+            {"kl_coef": 0.5, "kl_direction": "forward"},
             {"policy_lr": 2e-4, "critic_lr": 5e-4},
             {"critic_updates": 1},
             {"critic_updates": 3, "critic_warmup_updates": 4},
@@ -546,11 +547,12 @@ def test_every_preset_learns(tiny_model, preset):
     assert distribution(learner)[wanted] > 0.9
 
 
-def test_the_anchor_holds_the_policy_back(tiny_model):
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_the_anchor_holds_the_policy_back(tiny_model, direction):
     """The same rewards, with and without the divergence from the start policy in the loss."""
 
     def divergence(kl_coef):
-        learner = make_learner(tiny_model, kl_coef=kl_coef)
+        learner = make_learner(tiny_model, kl_coef=kl_coef, kl_direction=direction)
         for _ in range(15):
             rollout = on_policy(learner, make_rollout(tokens=[60, 61], reward=1.0))
             result = learner.update([[rollout]])

@@ -327,6 +327,16 @@ FAULTS: list[Fault] = [
             "gap -= reference_logits.detach()",
             "gap -= reference_logits",
         ),
+        (
+            "the other divergence weighted with the policy",
+            "return (reference.exp() * gap)",
+            "return (policy_logits.float().softmax(-1) * gap)",
+        ),
+        (
+            "the other divergence moves its reference",
+            "reference = reference_logits.detach()",
+            "reference = reference_logits",
+        ),
     ),
     *_learner(
         "batch",
@@ -475,8 +485,13 @@ FAULTS: list[Fault] = [
         ),
         (
             "the anchor pushes away",
-            "term = term + coefficient * kl",
-            "term = term - coefficient * kl",
+            "term = term + coefficient * pull",
+            "term = term - coefficient * pull",
+        ),
+        (
+            "the direction of the anchor is ignored",
+            'if config.kl_direction == "forward":',
+            "if False:",
         ),
         (
             "surprise without its bound",

@@ -1,0 +1,353 @@
+"""Serving and freshness: plain vLLM against this endpoint, learning paused and learning.
+
+    python benchmarks/serving.py [--rounds 3] [--requests 24] [--out serving.json]
+
+Starts `vllm serve` and `online-sao serve` on 127.0.0.1 with the same model and the same engine
+settings, and asks each the same questions in turns: each round, for every concurrency, once
+streaming and once not. First with learning paused (the weights are then the same, and so are
+the answers, token for token); then learning is resumed and the endpoint is asked alone.
+Printed are medians over rounds: tokens per second, time to the first token, the latency's p50
+and p99, the longest gap between two tokens that a client saw, and each as a share of vLLM's.
+
+Freshness is measured last, one request at a time while nothing else runs: from the judge's
+mark to the weights of that update serving, and how long generation was paused for the
+exchange, both from the endpoint's own logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from online_sao.config import Config
+from online_sao.engine.settings import engine_environment
+from online_sao.prepare import resolve_model
+from online_sao.progress import make_progress
+from online_sao.service.engine import server_arguments
+from online_sao.writing import build_messages, load_topics, topic_stream
+
+READY_S = 300
+MAX_TOKENS = 56
+CALM_S = 1.5  # vLLM's own processes poll for a second after the last request
+CONCURRENCIES = (1, 8, 16)
+PLAIN, PAUSED, LEARNING = "plain vLLM", "ours, learning paused", "ours, learning"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=24, help="per round and concurrency")
+    parser.add_argument("--fresh", type=int, default=20, help="requests of the freshness part")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    config = Config.load()
+    model = resolve_model(config.model.name)
+    with tempfile.TemporaryDirectory() as folder:
+        report = measure(config, model, Path(folder), args)
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print_report(report)
+
+
+def measure(config: Config, model: str, folder: Path, args: argparse.Namespace) -> dict:
+    plain_port, our_port = _free_port(), _free_port()
+    plain = [str(Path(sys.executable).with_name("vllm")), "serve", model]
+    same = _without(server_arguments(config, model), "--model", "--weight-transfer-config")
+    plain += [*same, "--port", str(plain_port)]
+    ours = [sys.executable, "-m", "online_sao.cli", "serve", "--port", str(our_port)]
+    ours += ["--run-dir", str(folder / "run"), "--set", "guards.action=warn"]
+    ours += ["--set", "guards.probe_every=0"]
+    urls = {PLAIN: f"http://127.0.0.1:{plain_port}", PAUSED: f"http://127.0.0.1:{our_port}"}
+    urls[LEARNING] = urls[PAUSED]
+    name = config.served_name
+    report: dict = {"rounds": args.rounds, "requests": args.requests, "runs": []}
+    with (
+        _running(plain, folder / "plain.log", f"{urls[PLAIN]}/health", engine_environment(config)),
+        _running(ours, folder / "ours.log", f"{urls[PAUSED]}/ready", {}),
+        make_progress() as bar,
+    ):
+        client = httpx.Client(base_url=urls[PAUSED], timeout=60)
+        client.post("/v1/learning/pause", json={"reason": "benchmark"}).raise_for_status()
+        steps = args.rounds * len(CONCURRENCIES) * 2
+        task = bar.add_task("serving", total=3 * steps)
+
+        def run(subject: str, concurrency: int, stream: bool, round_: int) -> None:
+            time.sleep(CALM_S)
+            result = asyncio.run(
+                ask_many(urls[subject], name, args.requests, concurrency, stream, subject)
+            )
+            about = {"subject": subject, "concurrency": concurrency, "stream": stream}
+            report["runs"].append(about | {"round": round_} | result)
+            bar.update(task, advance=1, description=f"{subject}, {concurrency} at a time")
+
+        for subject in (PLAIN, PAUSED):  # warm
+            asyncio.run(ask_many(urls[subject], name, 8, 8, True, subject))
+        for round_ in range(args.rounds):
+            for concurrency in CONCURRENCIES:
+                for stream in (True, False):
+                    for subject in (PLAIN, PAUSED):
+                        run(subject, concurrency, stream, round_)
+        client.post("/v1/learning/resume").raise_for_status()
+        for round_ in range(args.rounds):
+            for concurrency in CONCURRENCIES:
+                for stream in (True, False):
+                    run(LEARNING, concurrency, stream, round_)
+        _until_trained(client)
+        task = bar.add_task("freshness", total=args.fresh)
+        ids = []
+        for number in range(args.fresh):
+            asked = asyncio.run(ask_many(urls[LEARNING], name, 1, 1, False, LEARNING, number))
+            ids += asked["ids"]
+            _until_trained(client)
+            bar.update(task, advance=1)
+        time.sleep(3)
+    report["freshness"] = freshness(folder / "run" / "logs", ids)
+    return report
+
+
+# --- asking
+
+
+async def ask_many(
+    url: str, model: str, count: int, concurrency: int, stream: bool, subject: str, seed: int = 0
+) -> dict:
+    """`count` requests, `concurrency` at a time; the same ones whoever is asked."""
+    topics = load_topics("writing")
+    listed = list(dict.fromkeys(topics.training))
+    names = [next(topic_stream(listed, f"{seed}/{n}")) for n in range(count)]
+    pool = ("academic", "cute", "chuunibyou")
+    queue = asyncio.Queue()
+    for number, topic in enumerate(names):
+        queue.put_nowait((number, build_messages(topic, pool, number)))
+    headers = {} if subject == LEARNING else {"X-Learning": "off"}
+    results: list[dict] = []
+
+    async def user(client: httpx.AsyncClient) -> None:
+        while not queue.empty():
+            number, messages = queue.get_nowait()
+            body = {
+                "model": model,
+                "messages": messages,
+                "max_tokens": MAX_TOKENS,
+                "seed": number,
+                "stream": stream,
+            }
+            if stream:
+                body["stream_options"] = {"include_usage": True}
+            results.append(await _ask(client, body, headers))
+
+    limits = httpx.Limits(max_connections=concurrency)
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
+        began = time.monotonic()
+        await asyncio.gather(*(user(client) for _ in range(concurrency)))
+        seconds = time.monotonic() - began
+    latency = [r["latency"] for r in results]
+    tokens = sum(r["tokens"] for r in results)
+    known = [r for r in results if r["first"] is not None]
+    return {
+        "ids": [r["id"] for r in results],
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+        "latency_p50": float(np.percentile(latency, 50)),
+        "latency_p99": float(np.percentile(latency, 99)),
+        "first_token_p50": statistics.median(r["first"] for r in known) if known else None,
+        "longest_gap": max(r["gap"] for r in known) if known else None,
+    }
+
+
+async def _ask(client: httpx.AsyncClient, body: dict, headers: dict) -> dict:
+    began = time.monotonic()
+    if not body["stream"]:
+        answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+        answer.raise_for_status()
+        data = answer.json()
+        return {
+            "id": data["id"],
+            "latency": time.monotonic() - began,
+            "tokens": data["usage"]["completion_tokens"],
+            "first": None,
+            "gap": None,
+        }
+    first, gap, last, tokens, id = None, 0.0, began, 0, ""
+    async with client.stream(
+        "POST", "/v1/chat/completions", json=body, headers=headers
+    ) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk, now = json.loads(line[6:]), time.monotonic()
+            id = chunk["id"]
+            if chunk.get("usage"):
+                tokens = chunk["usage"]["completion_tokens"]
+            if any(choice["delta"].get("content") for choice in chunk["choices"]):
+                if first is None:
+                    first = now - began
+                else:
+                    gap = max(gap, now - last)
+                last = now
+    latency = time.monotonic() - began
+    return {"id": id, "latency": latency, "tokens": tokens, "first": first, "gap": gap}
+
+
+# --- freshness, from the endpoint's logs
+
+
+def freshness(logs: Path, ids: list[str]) -> dict:
+    """Seconds from mark to serving of `ids`, and of the pause of every exchange of weights."""
+    lines = [
+        json.loads(line)
+        for path in logs.glob("*.jsonl*")
+        for line in path.read_text("utf-8").splitlines()
+    ]
+    judged = {x["rollout_id"]: _time(x) for x in lines if x["message"] == "judged"}
+    trained = {x["rollout_id"]: x["weight_version"] for x in lines if x["message"] == "trained"}
+    loaded = sorted(
+        (x["weight_version"], _time(x)) for x in lines if x["message"] == "weights loaded"
+    )
+    waits = []
+    for id in ids:
+        if id in judged and id in trained:
+            serving = [at for version, at in loaded if version >= trained[id]]
+            if serving:
+                waits.append(serving[0] - judged[id])
+    pauses = [x["seconds"] for x in lines if x["message"] == "weights loaded"]
+    return {
+        "rollouts": len(waits),
+        "mark_to_serving_p50": float(np.percentile(waits, 50)),
+        "mark_to_serving_p95": float(np.percentile(waits, 95)),
+        "publishes": len(pauses),
+        "pause_p50": float(np.percentile(pauses, 50)),
+        "pause_p95": float(np.percentile(pauses, 95)),
+        "pause_max": max(pauses),
+    }
+
+
+def _time(line: dict) -> float:
+    return datetime.fromisoformat(line["time"]).timestamp()
+
+
+# --- report
+
+
+def print_report(report: dict) -> None:
+    runs = report["runs"]
+    print("| at a time | streaming | | tokens/s | first token, s | latency p50, p99, s | gap, s |")
+    print("|---|---|---|---|---|---|---|")
+    for concurrency in CONCURRENCIES:
+        for stream in (False, True):
+            base = _median(runs, PLAIN, concurrency, stream)
+            for subject in (PLAIN, PAUSED, LEARNING):
+                mine = _median(runs, subject, concurrency, stream)
+                share = (
+                    ""
+                    if subject == PLAIN
+                    else f" ({mine['tokens_per_s'] / base['tokens_per_s']:.2f})"
+                )
+                print(
+                    f"| {concurrency} | {'yes' if stream else 'no'} | {subject} "
+                    f"| {mine['tokens_per_s']:.1f}{share} | {_form(mine['first_token_p50'])} "
+                    f"| {mine['latency_p50']:.2f}, {mine['latency_p99']:.2f} "
+                    f"| {_form(mine['longest_gap'])} |"
+                )
+    fresh = report["freshness"]
+    print(
+        f"\nFrom mark to serving: p50 {fresh['mark_to_serving_p50']:.2f} s, p95 "
+        f"{fresh['mark_to_serving_p95']:.2f} s ({fresh['rollouts']} rollouts, one at a time). "
+        f"Pause per publish: p50 {fresh['pause_p50']:.3f} s, p95 {fresh['pause_p95']:.3f} s, "
+        f"longest {fresh['pause_max']:.3f} s ({fresh['publishes']} publishes)."
+    )
+
+
+def _median(runs: list[dict], subject: str, concurrency: int, stream: bool) -> dict:
+    wanted = (subject, concurrency, stream)
+    mine = [r for r in runs if (r["subject"], r["concurrency"], r["stream"]) == wanted]
+    middle = {}
+    for key in ("tokens_per_s", "first_token_p50", "latency_p50", "latency_p99", "longest_gap"):
+        values = [r[key] for r in mine if r[key] is not None]
+        middle[key] = statistics.median(values) if values else None
+    return middle
+
+
+def _form(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+# --- processes
+
+
+def _without(arguments: list[str], *options: str) -> list[str]:
+    """The arguments less these options and the value that follows each."""
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [part for before, part in pairs if part not in options and before not in options]
+
+
+def _until_trained(client: httpx.Client, timeout_s: float = 600) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        queue = client.get("/v1/learning").json()["queue"]
+        if not any(queue.get(state) for state in ("pending", "rewarded", "claimed")):
+            return
+        time.sleep(0.2)
+    raise SystemExit("the learner does not catch up")
+
+
+@contextmanager
+def _running(
+    command: list[str], log: Path, ready: str, environment: dict[str, str]
+) -> Iterator[None]:
+    """A server in a process group of its own; ended, with all its children, on the way out."""
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command,
+            stdout=stream,
+            stderr=stream,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + READY_S
+        while _status(ready) != 200:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{command[0]} did not start:\n{log.read_text()[-3000:]}")
+            time.sleep(0.5)
+        yield
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _status(url: str) -> int | None:
+    try:
+        return httpx.get(url, timeout=5).status_code
+    except httpx.HTTPError:
+        return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()
