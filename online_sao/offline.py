@@ -11,6 +11,7 @@ In lockstep (same lag) with a float32 engine and learner, the same seed gives th
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import heapq
 import itertools
 import json
@@ -51,9 +52,71 @@ from online_sao.writing import load_topics, pretraining_prompts
 
 JOURNAL = "journal.json"
 CHECKPOINTS = "checkpoints"
+METHOD = (
+    "online_sao/algorithm/*.py",
+    "online_sao/learner/batch.py",
+    "online_sao/learner/critic.py",
+    "online_sao/learner/decoder.py",
+    "online_sao/learner/estimators.py",
+    "online_sao/learner/fused_decoder.py",
+    "online_sao/learner/learner.py",
+    "online_sao/learner/parameters.py",
+    "online_sao/learner/policy.py",
+    "online_sao/writing.py",
+    "online_sao/data/*",
+    "judge/*.py",
+    "judge/data/*",
+)
+"""What a run's numbers come from, beside its settings and the start weights."""
 
 OnProgress = Callable[[int, int, str], None]
 """Called with (rollouts done, rollouts in all, what is happening)."""
+
+
+def method_version() -> str:
+    """A hash of the code and data of METHOD: runs with another one are not to be pooled."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for pattern in METHOD:
+        for path in sorted(root.glob(pattern)):
+            if path.is_file():
+                digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def is_finished(config: Config, scenario: Scenario, folder: Path, lag: int) -> bool:
+    """Whether `folder` holds just this run, finished.
+
+    Raises ScenarioError when it holds a finished run of other settings, definition or code.
+    """
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        raise ScenarioError(f"{folder / 'summary.json'} is damaged; remove the folder.") from None
+    if not summary.get("complete"):
+        return False
+    run = make_run(config, model_hash(resolve_model(config.model.name)))
+    wanted = {
+        "settings": run.id,
+        "definition": scenario.model_dump(mode="json", by_alias=True),
+        "lag": max(1, lag) - 1,
+        "code": method_version(),
+    }
+    found = {
+        "settings": summary.get("run_id"),
+        "definition": summary.get("definition"),
+        "lag": summary.get("lag"),
+        "code": summary.get("method_version"),
+    }
+    differing = [name for name in wanted if wanted[name] != found[name]]
+    if differing:
+        raise ScenarioError(
+            f"{folder} holds a finished run with another {' and another '.join(differing)}: choose "
+            "another folder with --out, or remove it."
+        )
+    return True
 
 
 class OfflineRunner:
@@ -67,6 +130,7 @@ class OfflineRunner:
         self._scenario = scenario
         self._folder = folder
         self._batch = max(1, lag)
+        self._method_version = method_version()
         self._rows: list[dict[str, Any]] = []
         self._heldout: list[dict[str, Any]] = []
         self._evaluations = 0
@@ -348,6 +412,7 @@ class OfflineRunner:
         return {
             "run_id": self._run.id,
             "lag": self._batch,
+            "method_version": self._method_version,
             "definition": self._scenario.model_dump(mode="json", by_alias=True),
         }
 
@@ -360,8 +425,8 @@ class OfflineRunner:
             raise ScenarioError(f"{self._folder / JOURNAL} is damaged; remove it.") from None
         if journal["identity"] != self._identity():
             raise ScenarioError(
-                f"{self._folder} holds an interrupted run with other settings; choose another "
-                "folder with --out, or remove it."
+                f"{self._folder} holds an interrupted run of other settings or code; choose "
+                "another folder with --out, or remove it."
             )
         return journal
 
@@ -394,6 +459,7 @@ class OfflineRunner:
             source="offline",
             run_id=self._run.id,
             lag=self._batch - 1,
+            method_version=self._method_version,
         )
 
 

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from online_sao.scenario import read_results
+from online_sao import offline
+from online_sao.config import Config
+from online_sao.errors import ScenarioError
+from online_sao.learner.loop import make_run
+from online_sao.prepare import model_hash
+from online_sao.scenario import load_scenario, read_results, write_results
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -123,6 +128,40 @@ def test_another_run_in_the_folder_is_refused(tiny_model, scenario, tmp_path):
     )
     assert done.returncode == 2
     assert "other settings" in done.stderr
+
+
+def test_a_finished_run_is_taken_only_for_what_it_is(tiny_model, scenario, tmp_path, monkeypatch):
+    definition = load_scenario(scenario)
+    overrides = {"model.name": str(tiny_model)}
+    config = Config.load(overrides=overrides)
+    folder = tmp_path / "sao-seed0"
+    assert not offline.is_finished(config, definition, folder, 4)
+    about = {
+        "run_id": make_run(config, model_hash(str(tiny_model))).id,
+        "lag": 3,
+        "method_version": offline.method_version(),
+    }
+    write_results(folder, definition, [], [], preset="sao", complete=False, **about)
+    assert not offline.is_finished(config, definition, folder, 4)
+    write_results(folder, definition, [], [], preset="sao", complete=True, **about)
+    assert offline.is_finished(config, definition, folder, 4)
+    other = Config.load(overrides=overrides | {"learner.kl_coef": 0.3})
+    for arguments, what in (
+        ((other, definition, folder, 4), "another settings"),
+        ((config, definition.replace(phase_rollouts=3), folder, 4), "another definition"),
+        ((config, definition, folder, 1), "another lag"),
+    ):
+        with pytest.raises(ScenarioError, match=what):
+            offline.is_finished(*arguments)
+    monkeypatch.setattr(offline, "method_version", lambda: "changed")
+    with pytest.raises(ScenarioError, match="another code"):
+        offline.is_finished(config, definition, folder, 4)
+
+
+def test_the_method_is_all_that_its_patterns_name():
+    root = Path(offline.__file__).parents[1]
+    for pattern in offline.METHOD:
+        assert list(root.glob(pattern)), pattern
 
 
 @pytest.mark.model
