@@ -48,6 +48,7 @@ class Endpoint:
         start_log(self._config.service, self._config.run_dir, f"replica-{self.replica_id}")
         self.weights_error: str | None = None
         self.weights_broken = False
+        self.has_caught_up = False  # has served the version that was current, once
         self.num_unrecorded = 0
         self.store_failed = False
         # One thread writes, so SQLite never sees two writers of this process.

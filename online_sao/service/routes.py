@@ -163,7 +163,11 @@ def build_app(endpoint: Any, config: Config) -> Any:
         version = await ask(
             ray.get_actor(names.BOARD, namespace=names.NAMESPACE).current_version.remote()
         )
-        is_ready = status["state"] == "learning" and endpoint.weights_error is None
+        # Later versions are always a moment behind; only the first must be there.
+        if version is not None and endpoint.engine.weight_version >= version:
+            endpoint.has_caught_up = True
+        is_learning = status["state"] == "learning"
+        is_ready = is_learning and endpoint.has_caught_up and endpoint.weights_error is None
         body = {
             "ready": is_ready,
             "learner": status["state"],
