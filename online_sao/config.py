@@ -115,10 +115,10 @@ class LearnerConfig(_Section):
     icepop_low: float = Field(0.5, ge=0)
     icepop_high: float = Field(5.0, gt=0)
     """icepop: closed bounds of the ratio."""
-    kl_coef: float = Field(0.2, ge=0)
+    kl_coef: float = Field(0.1, ge=0)
     """Weight of the anchor to the start policy per action token. Ours, not the paper's."""
-    kl_direction: Literal["reverse", "forward"] = "reverse"
-    """The anchor is KL(policy || start) or KL(start || policy). The pull of the second does not
+    kl_direction: Literal["forward", "reverse"] = "forward"
+    """The anchor is KL(start || policy), or KL(policy || start). The pull of the first does not
     fade where the policy has come to do one thing only. Ours."""
     surprise_coef: float = Field(0.0, ge=0)
     """Added to kl_coef times the critic's surprise (LEARNING.md section 5). Ours."""
@@ -381,6 +381,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sao_k1": {"critic_updates": 1},
     "sao_full_critic": {"critic_trainable": "all"},
     "sao_value_after": {"value_timing": "after"},
+    "sao_no_anchor": {"kl_coef": 0.0},
+    "sao_reverse_anchor": {"kl_coef": 0.2, "kl_direction": "reverse"},
     "running_mean": {"advantage": "running_mean"},
     "running_mean_no_dis": {"advantage": "running_mean", "objective": "none"},
     "running_mean_per_prompt": {"advantage": "running_mean_per_prompt"},

@@ -47,7 +47,8 @@ class TestDefaults:
         assert (learner.gamma, learner.lambda_alpha, learner.lambda_critic) == (1.0, 1.5, 1.0)
         assert (learner.critic_updates, learner.critic_trainable) == (2, "mlp")
         assert learner.value_timing == "before"
-        assert (learner.rollouts_per_update, learner.kl_coef) == (1, 0.2)
+        assert (learner.rollouts_per_update, learner.kl_coef) == (1, 0.1)
+        assert (learner.kl_direction, learner.surprise_coef) == ("forward", 0.0)
         assert (learner.policy_lr, learner.critic_lr) == (5e-5, 3e-5)
         assert (learner.adam_betas, learner.weight_decay) == ((0.9, 0.95), 0.0)
         assert learner.grad_clip_quantile is None
@@ -273,6 +274,8 @@ class TestPresets:
             "sao_k1",
             "sao_full_critic",
             "sao_value_after",
+            "sao_no_anchor",
+            "sao_reverse_anchor",
             "running_mean",
             "running_mean_no_dis",
             "running_mean_per_prompt",
@@ -297,6 +300,8 @@ class TestPresets:
             ("sao_k1", {"critic_updates"}),
             ("sao_full_critic", {"critic_trainable"}),
             ("sao_value_after", {"value_timing"}),
+            ("sao_no_anchor", {"kl_coef"}),
+            ("sao_reverse_anchor", {"kl_coef", "kl_direction"}),
             ("running_mean", {"advantage"}),  # from SAO in the baseline alone
             ("running_mean_no_dis", {"advantage", "objective"}),
             ("vapo", {"objective", "eps_low", "eps_high"}),
@@ -315,6 +320,8 @@ class TestPresets:
             "sao_k1",
             "sao_full_critic",
             "sao_value_after",
+            "sao_no_anchor",
+            "sao_reverse_anchor",
             "vapo",
             "step_average",
             "step_last",
