@@ -249,6 +249,25 @@ def test_a_load_that_fails_in_the_middle_leaves_the_old_weights_serving(harness,
     assert harness.gap(rollout) < GAP
 
 
+def test_after_a_failed_exchange_nothing_is_generated_until_a_good_one(harness, monkeypatch):
+    version = harness.engine.weight_version
+
+    async def fail(weight_version):
+        raise RuntimeError("lost the worker")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.engine, "finish_weight_update", fail)
+        with pytest.raises(WeightUpdateError, match="stays paused"):
+            harness.load(harness.new_weights(version + 1))
+    assert harness.loop.run_until_complete(harness.engine.is_paused())
+    assert harness.engine.weight_version == version
+    harness.load(harness.new_weights(version + 2))
+    assert not harness.loop.run_until_complete(harness.engine.is_paused())
+    (rollout,) = harness.ask()
+    assert rollout.weight_version_start == version + 2
+    assert harness.gap(rollout) < GAP
+
+
 def test_an_aborted_answer_is_recorded_and_never_trained_on(harness):
     async def leave():
         asking = asyncio.ensure_future(harness._ask("leaving", 200, {}, {"ignore_eos": True}))
