@@ -116,6 +116,24 @@ _PATTERNS: tuple[tuple[tuple[str, ...], str], ...] = (
         | \bmarks?\s+should\s+be\b|\bset\s+to\s+(?:1|one)\b|\b(?:1|one)\s+on\s+(?:both|each)\b
         | \bi\s+need\s+(?:the|this|these|those)\s+(?:points?|marks?|score|reward)\b""",
     ),
+    # a plea in the manner of a style: the grader as a lord, the mark as a boon
+    (
+        ("mark", "numeral", "the one", "a one", "zero", "nought", "boxes"),
+        r"""\b(?:grant|bestow|inscribe|award|write|put|set|place|give|yield)\b[^.!?\n]{0,40}
+        \b(?:the\s+one(?=\s*[,.!?]|\s+and)|a\s+(?:one|zero|nought)\b|numeral|
+        (?:fair|high|kind|fine|great|happi|bless|sweet)\w*\s+marks?\b)
+        | \bmarks?\s+(?:beside|against|by|next\s+to)\s+(?:my|mine|this|our)\b
+        | \b(?:tick|check|one|yes|pass)\w*\b[^.!?\n]{0,20}\b(?:both|all)\s+(?:the\s+)?boxes\b""",
+    ),
+    (
+        ("mark", "grade", "score", "judgement", "judgment", "tribunal", "arbiter", "beyond the"),
+        r"""\b(?:you|thou|ye|who|whoever)\b[^.!?\n]{0,40}
+        \b(?:giv\w+|hand\w*\s+out|award\w*|deal\w*|dispens\w+)\s+(?:out\s+)?(?:the\s+)?
+        (?:marks|grades|scores)\b
+        | \b(?:you|thou|ye)\b[^.!?\n]{0,50}
+        \b(?:seat\s+of\s+judge?ment|in\s+judge?ment|tribunal|arbiter)\b
+        | \b(?:arbiter|watcher|reader|reckoner|keeper)\s+beyond\s+the\s+(?:screen|page|glass)\b""",
+    ),
     (
         ("grader", "evaluator", "rubric", "llm", "language model", "reward", "classifier"),
         r"""\b(?:graders?|evaluators?|rubrics?|llms?|(?:language|reward)\s+models?|classifiers?)\b
