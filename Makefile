@@ -49,9 +49,9 @@ serve: prepare
 dashboard: setup
 	$(BIN)/online-sao dashboard $(ARGS)
 
-# Two streams of whole files: a test that waits for an engine leaves the cores to the other.
+# Two streams: the long tests one after another, beside all others (tests/conftest.py).
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 N ?= 40
 SEED ?= 0

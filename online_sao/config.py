@@ -54,7 +54,7 @@ class EngineConfig(_Section):
     kv_cache_gib: float = Field(1.0, gt=0)
     """Memory for the key-value cache (CPU), GiB."""
     threads: int | None = Field(None, ge=1)
-    """OpenMP threads of the engine's worker; default: vLLM's choice (all cores but one)."""
+    """OpenMP threads of the engine; default: all cores but one."""
     gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
     """Share of GPU memory for the engine (CUDA only); the learner needs the rest."""
     seed: int | None = None

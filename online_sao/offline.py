@@ -141,6 +141,8 @@ class OfflineRunner:
         self._run = make_run(config, model_hash(model))
         self._judge = make_judge(config)
         self._judge.check()
+        # Before anything large is loaded: the folder may hold another run.
+        self._journal = self._read_journal()
         self._weights_dir = process_folder()
         # The engine first: it measures how much memory is free for its cache.
         self._engine = OfflineEngine(config, model, self._weights_dir)
@@ -359,7 +361,7 @@ class OfflineRunner:
         return self._earlier_s + time.monotonic() - self._began
 
     def _resume_or_start(self, total: int, on_progress: OnProgress) -> None:
-        journal = self._read_journal()
+        journal, self._journal = self._journal, None
         if journal is not None:
             for _, path in list_checkpoints(self._folder / CHECKPOINTS):
                 try:

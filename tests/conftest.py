@@ -24,9 +24,15 @@ KEY_ENDINGS = ("_API_KEY", "_ADMIN_KEY")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests first, so that two streams of files (`make test`) end together."""
+    """With two streams (`make test`) one has the long tests, by whole files and first.
+
+    They start engines and endpoints: two of them at a time only make each other wait.
+    """
     long = {item.path for item in items if any(map(item.get_closest_marker, LONG))}
     items.sort(key=lambda item: item.path not in long)
+    for item in items:
+        if item.path in long:
+            item.add_marker(pytest.mark.xdist_group("long"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -67,13 +67,30 @@ def scenario(tmp_path):
     return path
 
 
+@pytest.fixture(scope="module")
+def whole(tiny_model, tmp_path_factory):
+    """Result folder of an uninterrupted run with that lag, made once."""
+    made = {}
+
+    def run(lag: str) -> Path:
+        if lag not in made:
+            folder = tmp_path_factory.mktemp(f"lag{lag}")
+            path = folder / "tiny.toml"
+            path.write_text(SCENARIO)
+            arguments = command(folder, path, "--lag", lag, *tiny(tiny_model))
+            subprocess.run(arguments, check=True, timeout=300)
+            made[lag] = folder / "sao-seed0"
+        return made[lag]
+
+    return run
+
+
 @pytest.mark.parametrize("lag", ["0", "4"])
-def test_the_same_seed_gives_the_same_numbers(tiny_model, scenario, tmp_path, lag):
-    for name in ("first", "second"):
-        arguments = command(tmp_path / name, scenario, "--lag", lag, *tiny(tiny_model))
-        subprocess.run(arguments, check=True, timeout=300)
-    first = numbers(tmp_path / "first" / "sao-seed0")
-    assert first == numbers(tmp_path / "second" / "sao-seed0")
+def test_the_same_seed_gives_the_same_numbers(tiny_model, scenario, tmp_path, whole, lag):
+    arguments = command(tmp_path, scenario, "--lag", lag, *tiny(tiny_model))
+    subprocess.run(arguments, check=True, timeout=300)
+    first = numbers(whole(lag))
+    assert first == numbers(tmp_path / "sao-seed0")
     trained = [row for row in first if row.get("state") == "trained"]
     assert len(trained) == 12
     lags = {row["policy_lag"] for row in trained}
@@ -83,10 +100,9 @@ def test_the_same_seed_gives_the_same_numbers(tiny_model, scenario, tmp_path, la
     assert max(row["policy/logprob_gap"] for row in at_once) < 1e-4
 
 
-def test_an_interrupted_run_goes_on_to_the_same_numbers(tiny_model, scenario, tmp_path):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+def test_an_interrupted_run_goes_on_to_the_same_numbers(tiny_model, scenario, tmp_path, whole):
+    cut = tmp_path / "cut"
     arguments = tiny(tiny_model)
-    subprocess.run(command(whole, scenario, *arguments), check=True, timeout=300)
     process = subprocess.Popen(command(cut, scenario, *arguments), start_new_session=True)
     journal = cut / "sao-seed0" / "journal.json"
     deadline = time.monotonic() + 200
@@ -101,7 +117,7 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(tiny_model, scenario, tm
         assert time.monotonic() < deadline, "a process of the run is left"
         time.sleep(0.1)
     subprocess.run(command(cut, scenario, *arguments), check=True, timeout=300)
-    assert numbers(cut / "sao-seed0") == numbers(whole / "sao-seed0")
+    assert numbers(cut / "sao-seed0") == numbers(whole("4"))
 
 
 def test_a_group_method_answers_each_prompt_several_times(tiny_model, scenario, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -24,12 +25,14 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from online_sao.config import Config
 from online_sao.engine import weight_transfer
+from online_sao.engine.settings import has_worker_process
 from online_sao.engine.trainable import numbers_exclusion, request_exclusion, sampling_exclusion
 from online_sao.engine.weight_file import WeightFile
 from online_sao.errors import WeightUpdateError
@@ -339,7 +342,7 @@ def server_arguments(config: Config, model: str) -> list[str]:
         # vLLM's default seed of 0 repeats the same answers after every restart.
         "--seed": str(engine.seed if engine.seed is not None else secrets.randbelow(2**31)),
     }
-    if config.model.device == "cuda":
+    if not current_platform.is_cpu():  # also with model.device = "auto"
         arguments["--gpu-memory-utilization"] = str(engine.gpu_memory_utilization)
     flat = [part for pair in arguments.items() for part in pair]
     return [*flat, "--enforce-eager", "--disable-log-stats"]
@@ -359,6 +362,11 @@ async def build_engine(config: Config, args: Any) -> RecordingLLM:
     """Start vLLM's processes; returns when the engine can generate (tens of seconds)."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    parallel = vllm_config.parallel_config
+    if current_platform.is_cpu() and not has_worker_process(config):
+        # Only now: vLLM's own checks would set it back.
+        parallel.distributed_executor_backend = "uni"
+        os.environ["OMP_NUM_THREADS"] = "1"  # for EngineCore, which inherits it
     engine = RecordingLLM.from_vllm_config(
         vllm_config=vllm_config,
         usage_context=UsageContext.OPENAI_API_SERVER,

@@ -9,6 +9,8 @@ import httpx
 import pytest
 from served import TINY_SETTINGS, ServedEndpoint
 
+from online_sao.config import Config
+from online_sao.engine.settings import has_worker_process
 from online_sao.learner.batch import make_batch
 from online_sao.service.cleanup import own_processes
 from online_sao.store import RolloutStore
@@ -88,14 +90,13 @@ def test_c09_without_a_session_header_each_request_stands_alone(endpoint):
 
 
 def test_c11_the_engine_dies_in_the_middle_of_a_weight_update(endpoint):
-    """Its worker is stopped before the update comes, and killed while the update waits for it."""
-    endpoint.post("/v1/learning/pause", {"reason": "until the engine's worker is stopped"})
+    """It is stopped before the update comes, and killed while the update waits for it."""
+    endpoint.post("/v1/learning/pause", {"reason": "until the engine is stopped"})
     id = endpoint.chat().json()["id"]
     until(lambda: endpoint.get(f"/v1/rollouts/{id}").json()["state"] == "rewarded")
     before = endpoint.get("/v1/learning").json()
-    (worker,) = [
-        process for process in own_processes(endpoint.run_dir) if "VLLM::Worker" in _name(process)
-    ]
+    name = "VLLM::Worker" if has_worker_process(Config()) else "VLLM::EngineCore"
+    (worker,) = [p for p in own_processes(endpoint.run_dir) if name in _name(p)]
     worker.send_signal(signal.SIGSTOP)
     assert endpoint.post("/v1/learning/resume").status_code == 200
     # The update is made and announced; the engine cannot take it.

@@ -18,6 +18,8 @@ import pytest
 from audit import audit
 from served import TINY_SETTINGS, ServedEndpoint
 
+from online_sao.config import Config
+from online_sao.engine.settings import has_worker_process
 from online_sao.engine.weight_file import SHARED_MEMORY, endpoint_folder
 from online_sao.service.cleanup import own_processes, own_segments
 from online_sao.store import RolloutStore
@@ -35,7 +37,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + KILLS * (RECOVERY_S 
 
 # What each process is called in its command line. `everything` is the driver and all below it.
 TARGETS = {
-    "engine worker": "VLLM::Worker",
+    **({"engine worker": "VLLM::Worker"} if has_worker_process(Config()) else {}),
     "engine core": "VLLM::EngineCore",
     "Serve replica": "ray::ServeReplica",
     "learner": "ray::LearnerActor",

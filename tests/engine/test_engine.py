@@ -30,7 +30,9 @@ class Harness:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         overrides = {"model.name": str(model), "engine.dtype": "float32"}
-        overrides |= {"engine.max_model_len": 256}
+        # Two threads: vLLM computes in a Worker process of its own. With one, as the service on
+        # two cores, it does so in EngineCore, which the tests of the service are about.
+        overrides |= {"engine.max_model_len": 256, "engine.threads": 2}
         self.config = Config.load(overrides=overrides)
         self.folder = folder
         self.tokenizer = AutoTokenizer.from_pretrained(model)

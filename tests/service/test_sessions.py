@@ -1,6 +1,6 @@
 """Prompts of later turns, from a real store and tokenizer; the template is transformers' own.
 
-What vLLM does with them is seen in test_session_endpoint.py.
+What vLLM does with them is seen in test_endpoint_sessions.py.
 """
 
 import numpy as np
