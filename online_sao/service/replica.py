@@ -31,6 +31,7 @@ from online_sao.types import Purpose, Rollout
 log = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = 5.0  # one long poll of the weight board
+CATCH_UP_S = 0.1  # for the answer of a board that knows of nothing newer
 RETRY_S = 1.0
 OWN_MAX_TOKENS = 56  # of prompts that we ask ourselves
 KEPT_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models")
@@ -93,6 +94,8 @@ class Endpoint:
         # here the health check has Serve restart the replica.
         app_state.server = SimpleNamespace(should_exit=False)
         self.app_state = app_state
+        # One that was started anew must not answer with the start weights meanwhile.
+        await self._take_news(CATCH_UP_S)
         self._keep(asyncio.create_task(self._follow_weights()))
 
     async def stop(self) -> None:
@@ -174,18 +177,21 @@ class Endpoint:
     # --- weights
 
     async def _follow_weights(self) -> None:
-        """Load whatever the board says is current; this is how a restarted replica catches up."""
         while True:
-            try:
-                board = self._board()
-                fetched = await board.fetch.remote(
-                    self.replica_id, self.engine.weight_version, FETCH_TIMEOUT_S
-                )
-                if fetched is not None:
-                    await self._load(board, fetched)
-            except (ray.exceptions.RayError, ValueError) as error:
-                log.warning("the weight board does not answer: %s", error)
-                await asyncio.sleep(RETRY_S)
+            await self._take_news(FETCH_TIMEOUT_S)
+
+    async def _take_news(self, timeout_s: float) -> None:
+        """Load what the board says is current, if it is not what serves, within `timeout_s`."""
+        try:
+            board = self._board()
+            fetched = await board.fetch.remote(
+                self.replica_id, self.engine.weight_version, timeout_s
+            )
+            if fetched is not None:
+                await self._load(board, fetched)
+        except (ray.exceptions.RayError, ValueError) as error:
+            log.warning("the weight board does not answer: %s", error)
+            await asyncio.sleep(RETRY_S)
 
     async def _load(self, board: Any, announced: Announcement) -> None:
         version = announced.version

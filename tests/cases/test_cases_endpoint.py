@@ -108,11 +108,17 @@ def test_c11_the_engine_dies_in_the_middle_of_a_weight_update(endpoint):
 
     def serves():
         with contextlib.suppress(httpx.HTTPError):
-            return endpoint.chat(max_tokens=2).status_code == 200
+            answer = endpoint.chat(max_tokens=2)
+            return answer.status_code == 200 and answer.json()["id"]
         return False
 
-    until(serves, RECOVERY_S)
-    # the replica that Serve began anew took the version that was current, and learning goes on
+    # the replica that Serve began anew took the version that was current before it answered
+    first = endpoint.settled(until(serves, RECOVERY_S), RECOVERY_S)
+    assert first["weight_version_start"] >= version
+    # and learning goes on
+    until(
+        lambda: endpoint.get("/v1/learning").json()["serving_version"] >= first["trained_version"]
+    )
     next_id = endpoint.chat().json()["id"]
     shown = endpoint.settled(next_id, RECOVERY_S)
     assert shown["state"] == "trained"
