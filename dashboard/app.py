@@ -42,20 +42,14 @@ PAGES: dict[str, tuple[Show, bool]] = {  # and whether it refreshes itself
 RUNS = "Runs"  # reads result folders instead of the store
 # Streamlit greys out what is being refreshed, which flickers every few seconds. Its captions,
 # chart texts, chosen values, links, small print of tiles and primary buttons have too little
-# contrast in one theme or the other. It has no grid: tiles would be as wide as their words.
+# contrast in one theme or the other. Labels of tiles are cut off where they could wrap.
 STYLE = """<style>
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
 [data-testid="stMetricValue"] { font-size: 1.5rem; }
 [data-testid="stMetricLabel"] * { white-space: normal !important; }
 [data-testid="stMetricDelta"] {
   color: inherit !important; background: none !important; padding: 0 !important; opacity: 0.88; }
-.st-key-tiles.stHorizontalBlock, .st-key-tiles > .stHorizontalBlock {
-  display: grid !important; align-items: stretch !important;
-  grid-template-columns: repeat(5, minmax(0, 1fr)) !important; }
-.st-key-tiles .stElementContainer { width: auto !important; min-width: 0; }
 @media (max-width: 640px) {
-  .st-key-tiles.stHorizontalBlock, .st-key-tiles > .stHorizontalBlock {
-    grid-template-columns: repeat(2, minmax(0, 1fr)) !important; }
   [data-testid="stMetricValue"] { font-size: 1.2rem; }
 }
 .stMainBlockContainer [data-testid="stMarkdownContainer"] a {

@@ -104,7 +104,7 @@ def show(reader: StoreReader, options: argparse.Namespace) -> None:
 def _tiles(now: Situation, url: str, answers: bool) -> None:
     """What matters most first: a phone shows two in a row."""
     phase = now.phase
-    with st.container(horizontal=True, key="tiles"):
+    with st.grid(5, min_column_width=150):
         tile(
             f"Preferred since {clock(phase.started_at, viewer_zone())}" if phase else "Preferred",
             style_name(phase.style) if phase else "none",
