@@ -41,10 +41,19 @@ PAGES: dict[str, tuple[Show, bool]] = {  # and whether it refreshes itself
 }
 RUNS = "Runs"  # reads result folders instead of the store
 # Streamlit greys out what is being refreshed, which flickers every few seconds. Its captions,
-# chart texts, chosen values and primary buttons have too little contrast in one theme or the other.
+# chart texts, chosen values, links, small print of tiles and primary buttons have too little
+# contrast in one theme or the other. Labels of tiles are cut off where they could wrap.
 STYLE = """<style>
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
 [data-testid="stMetricValue"] { font-size: 1.5rem; }
+[data-testid="stMetricLabel"] * { white-space: normal !important; }
+[data-testid="stMetricDelta"] {
+  color: inherit !important; background: none !important; padding: 0 !important; opacity: 0.88; }
+@media (max-width: 640px) {
+  [data-testid="stMetricValue"] { font-size: 1.2rem; }
+}
+.stMainBlockContainer [data-testid="stMarkdownContainer"] a {
+  color: inherit !important; text-decoration: underline !important; }
 .stMainBlockContainer { padding-top: 2.5rem; padding-bottom: 3rem; }
 .stMainBlockContainer h1 { font-size: 1.6rem; padding: 0 0 0.4rem; }
 .stMainBlockContainer h2 { font-size: 1.2rem; padding: 0.6rem 0 0.5rem; }

@@ -77,42 +77,52 @@ def bands(phases: Sequence[Phase], first: int, last: int) -> pd.DataFrame:
 def shares_chart(
     shares: pd.DataFrame, phases: Sequence[Phase], first: int, last: int, styles: Sequence[str]
 ) -> alt.LayerChart:
-    """Stacked shares of the styles the judge saw; above them the style that was preferred.
+    """Bars of the shares of the styles the judge saw; above them the style that was preferred.
 
-    `shares`: columns rollout, style, share, answers.
+    `shares`: columns start, end, rollout, style, share, answers. A bar is as wide as its group,
+    so that nothing is drawn where nothing was counted, nor across a switch.
     """
     colors = style_colors(styles)
-    shares = shares.assign(name=shares["style"].map(style_name))
     seen = [s for s in colors if s in set(shares["style"])]
+    position = {style: number for number, style in enumerate(colors)}
+    stacked = shares.assign(
+        name=shares["style"].map(style_name),
+        share=shares["share"].astype(float),  # of no rows too
+        right=shares["end"] + 1,
+        position=shares["style"].map(position),
+        answered=shares["start"].map(lambda s: f"{s:,}")
+        + " to "
+        + shares["end"].map(lambda s: f"{s:,}"),
+    ).sort_values(["start", "position"])
+    stacked["top"] = stacked.groupby("start")["share"].cumsum()
+    stacked["bottom"] = stacked["top"] - stacked["share"]
+    stacked = stacked[stacked["share"] > 0]
     band = bands(phases, first, last)
     palette = alt.Scale(domain=[style_name(s) for s in colors], range=[colors[s] for s in colors])
-    area = (
-        alt.Chart(shares)
-        .mark_area(
-            interpolate="monotone", clip=True, opacity=0.88, line={"color": "white", "size": 0.5}
-        )
+    bars = (
+        alt.Chart(stacked)
+        .mark_rect(clip=True, opacity=0.88, stroke="white", strokeWidth=0.5)
         .encode(
-            x=_rollout_axis(first, last),
+            x=_rollout_axis(first, last, "start"),
+            x2="right:Q",
             y=alt.Y(
-                "share:Q",
-                stack="zero",
+                "bottom:Q",
                 scale=alt.Scale(domain=[0, 1.15]),
                 axis=alt.Axis(format="%", values=[0, 0.25, 0.5, 0.75, 1], title="share of answers"),
             ),
+            y2="top:Q",
             color=alt.Color(
                 "name:N",
                 scale=palette,
                 legend=_legend(values=[style_name(s) for s in seen]),
             ),
-            order=alt.Order("position:Q"),
             tooltip=[
                 alt.Tooltip("name:N", title="style"),
                 alt.Tooltip("share:Q", format=".0%"),
                 alt.Tooltip("answers:Q"),
-                alt.Tooltip("rollout:Q", format=",.0f", title="around rollout"),
+                alt.Tooltip("answered:N", title="of answers"),
             ],
         )
-        .transform_calculate(position=f"indexof({[style_name(s) for s in colors]}, datum.name)")
     )
     strip = (
         alt.Chart(band.assign(name=band["style"].map(style_name), low=1.02, high=1.055))
@@ -126,7 +136,7 @@ def shares_chart(
             tooltip=[alt.Tooltip("name:N", title="preferred"), alt.Tooltip("note:N")],
         )
     )
-    return _tight(alt.layer(area, strip, _labels(band, 1.07), _switches(band)), SHARES_HEIGHT)
+    return _tight(alt.layer(bars, strip, _labels(band, 1.07), _switches(band)), SHARES_HEIGHT)
 
 
 def reward_chart(
@@ -166,11 +176,11 @@ def reward_chart(
             strokeDash=alt.StrokeDash(
                 "what:N",
                 scale=alt.Scale(domain=list(names.values()), range=[[1, 0], [6, 3], [2, 2]]),
-                legend=None,
+                legend=_legend(lines=True),
             ),
             strokeWidth=alt.StrokeWidth(
                 "what:N",
-                scale=alt.Scale(domain=list(names.values()), range=[3, 2, 2]),
+                scale=alt.Scale(domain=list(names.values()), range=[5, 3, 2]),
                 legend=None,
             ),
         )
@@ -183,19 +193,24 @@ def value_chart(
     series: Series, phases: Sequence[Phase], first: int, last: int, styles: Sequence[str]
 ) -> alt.LayerChart:
     """What the critic expected before each trained answer, against what it earned."""
-    names = {"value": "expected (V)", "reward": "earned (reward)"}
+    # What is named first is drawn first: the dashes are seen on the wide line where both are equal.
+    names = {"reward": "earned (reward)", "value": "expected (V)"}
+    order = list(names.values())
     lines = _long(series.values, names)
     band = bands(phases, first, last)
-    drawn = _mean_lines(lines, first, last, list(names.values()), "mean").encode(
+    drawn = _mean_lines(lines, first, last, order, "mean").encode(
         color=alt.Color(
             "what:N",
-            scale=alt.Scale(domain=list(names.values()), range=[VALUE_COLOR, NEUTRAL]),
+            scale=alt.Scale(domain=order, range=[NEUTRAL, VALUE_COLOR]),
             legend=_legend(lines=True),
         ),
         strokeDash=alt.StrokeDash(
             "what:N",
-            scale=alt.Scale(domain=list(names.values()), range=[[6, 3], [1, 0]]),
-            legend=None,
+            scale=alt.Scale(domain=order, range=[[1, 0], [6, 3]]),
+            legend=_legend(lines=True),
+        ),
+        strokeWidth=alt.StrokeWidth(
+            "what:N", scale=alt.Scale(domain=order, range=[5, 2.5]), legend=None
         ),
     )
     layers = (_bands(band, styles, first, last), drawn, _labels(band, 1.06), _switches(band))
@@ -373,7 +388,7 @@ def lag_chart(table: pd.DataFrame) -> alt.Chart:
         alt.Chart(data)
         .mark_bar(color=LINE_COLOR)
         .encode(
-            x=alt.X("lag:O", axis=alt.Axis(title="policy lag (versions)", labelAngle=0)),
+            x=alt.X("lag:O", axis=alt.Axis(title="delay (versions)", labelAngle=0)),
             y=alt.Y("updates:Q", axis=alt.Axis(tickCount=4, tickMinStep=1)),
             tooltip=["lag:O", "updates:Q"],
         )
@@ -452,7 +467,9 @@ def _rollout_axis(first: int, last: int, field: str = "rollout") -> alt.X:
     return alt.X(
         f"{field}:Q",
         scale=alt.Scale(domain=[first, last + 1], nice=False),
-        axis=alt.Axis(title="rollout", format=",d", grid=False, tickCount=6, tickMinStep=1),
+        axis=alt.Axis(
+            title="answer (rollout number)", format=",d", grid=False, tickCount=6, tickMinStep=1
+        ),
     )
 
 

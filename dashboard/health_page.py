@@ -44,8 +44,8 @@ def show(reader: StoreReader, options: argparse.Namespace) -> None:
                     _seconds(table)
             if any(m.key == "rollout/policy_lag_max" for m in shown):
                 with columns[len(shown) % 2]:
-                    st.markdown("**Policy lag, how often**")
-                    draw(charts.lag_chart(table), "Histogram of policy lag")
+                    st.markdown("**Delay (policy lag), how often**")
+                    draw(charts.lag_chart(table), "Histogram of the delay (policy lag)")
                     st.caption("Most updates should sit at the left; a long tail means a queue.")
         _probes(reader, switches)
         distinct = reader.distinct_share()

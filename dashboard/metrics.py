@@ -43,6 +43,7 @@ class Metric:
     log: bool = False
     zero: bool = True  # the axis begins at 0
     bound: Bound | None = None
+    missing: str = "these updates did not record it"  # why there may be no number
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ GROUPS = (
                     low=-2.0,
                     advice="The critic misleads: pause, and lower learner.critic_lr.",
                 ),
+                missing="all rewards were alike, or there is no critic",
             ),
             Metric(
                 "critic/value_first",
@@ -101,6 +103,7 @@ GROUPS = (
                     advice="The policy has gone far from its start: roll back, and raise "
                     "learner.kl_coef or lower learner.policy_lr.",
                 ),
+                missing="the run has no anchor (learner.kl_coef is 0)",
             ),
             Metric(
                 "policy/entropy",
@@ -156,7 +159,7 @@ GROUPS = (
             ),
             Metric(
                 "rollout/policy_lag_max",
-                "Policy lag",
+                "Delay (policy lag)",
                 "Versions between the weights that wrote an answer and those that learn from it; "
                 "beyond the line it is not learned from.",
                 "versions",

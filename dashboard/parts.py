@@ -33,8 +33,18 @@ def choose_range(what: str, key: str) -> int | None:
     return RANGES[chosen or "last 1,000"]
 
 
-def tile(label: str, value: str, help: str | None = None) -> None:
-    st.metric(label, value, help=help, width="content", border=True)
+def tile(label: str, value: str, help: str | None = None, note: str | None = None) -> None:
+    """`note`: in small print under the value."""
+    st.metric(
+        label,
+        value,
+        delta=note,
+        delta_color="off",
+        delta_arrow="off",
+        help=help,
+        border=True,
+        height="stretch",
+    )
 
 
 def draw(chart: Any, alt: str) -> None:

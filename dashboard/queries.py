@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import pandas as pd
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -43,6 +44,8 @@ COUNTED = 10_000  # answers of a phase are counted up to here
 VERSIONS_SHOWN = 400  # versions across a chart of metrics; more are thinned evenly
 RECENT = 40  # rollouts that "now" means
 FIRST = 20  # rollouts that "at the switch" means
+SETTLED = 0.8  # mean reward over the last RECENT rollouts from which a preference is learned
+SETTLING = 2000  # rollouts of a phase among which the first such mean is looked for
 SEARCHED = 50_000  # answers that a search without an index looks through
 
 SAME_LOOKED = 400  # answers of a version that are looked at for questions another has answered
@@ -78,6 +81,10 @@ class Situation:
     reward_at_switch: float | None = None
     reward_now: float | None = None
     preferred_share: float | None = None
+    num_styled: int = 0  # of the last RECENT, those whose style the judge named
+    quality_share: float | None = None  # of answers with quality 1
+    num_graded: int = 0  # of the last RECENT, those with a quality
+    settled_after: int | None = None  # judged answers of the phase until SETTLED was first reached
     waiting_for_judge: int = 0
     waiting_for_learner: int = 0
     unscored_share: float = 0.0  # of the last RECENT answers
@@ -97,11 +104,11 @@ class Situation:
 class Series:
     """Figures over a range of rollouts."""
 
-    shares: pd.DataFrame  # rollout, style, share, answers
+    shares: pd.DataFrame  # start, end, rollout (the middle), style, share, answers
     marks: pd.DataFrame  # rollout, at, reward, quality, style_match, answers
     values: pd.DataFrame  # rollout, at, value, reward (trained rollouts only)
     points: pd.DataFrame  # rollout, at, reward, style; empty for long ranges
-    width: int  # rollouts in a group
+    width: int  # rollouts in a group; fewer before a switch and in the newest
     sampled: int | None = None  # rollouts looked at in each group, if not all
 
 
@@ -184,7 +191,7 @@ class StoreReader:
             phase = phases[-1] if phases else None
             since = phase.first_seq if phase else 1
             scored = [_served, _scored, c.seq >= since]
-            newest = sa.select(c.reward, c.detected_style).where(*scored)
+            newest = sa.select(c.reward, c.quality, c.detected_style).where(*scored)
             last = conn.execute(newest.order_by(c.seq.desc()).limit(RECENT)).all()
             first = conn.execute(newest.order_by(c.seq).limit(FIRST)).all()
             version = conn.execute(
@@ -204,6 +211,8 @@ class StoreReader:
             )
             judged = [r for r in latest if r.state != RolloutState.PENDING]
             failed = sum(r.state == RolloutState.UNSCORED for r in judged)
+            styled = [r.detected_style for r in last if r.detected_style is not None]
+            graded = [r.quality for r in last if r.quality is not None]
             return Situation(
                 num_rollouts=_num_rollouts(conn) if first_served else 0,
                 first_rollout=first_served or 1,
@@ -213,15 +222,13 @@ class StoreReader:
                 num_scored=_count(conn, *scored, limit=COUNTED),
                 reward_at_switch=_mean([r.reward for r in first]),
                 reward_now=_mean([r.reward for r in last]),
-                preferred_share=_mean(
-                    [
-                        float(r.detected_style == phase.style)
-                        for r in last
-                        if r.detected_style is not None
-                    ]
-                )
+                preferred_share=_mean([float(style == phase.style) for style in styled])
                 if phase
                 else None,
+                num_styled=len(styled),
+                quality_share=_mean([float(quality == 1) for quality in graded]),
+                num_graded=len(graded),
+                settled_after=_settled_after(conn, scored),
                 waiting_for_judge=_count(conn, _served, c.state == RolloutState.PENDING.value),
                 waiting_for_learner=_count(
                     conn,
@@ -246,14 +253,17 @@ class StoreReader:
         return self._read(work)
 
     def series(self, first: int, last: int) -> Series:
-        """Style shares, marks and values between two rollout numbers."""
+        """Style shares, marks and values between two rollout numbers.
+
+        Groups begin anew at a switch: none holds answers made under two preferences.
+        """
         c = rollouts.c
         count = max(last - first + 1, 1)
         width = max(1, math.ceil(count / GROUPS)) if count > POINTS else max(10, count // 60)
         where = [c.seq >= first, c.seq <= last, _served]
         sampled = SAMPLED if width > SAMPLED else None
 
-        def points(conn: Connection) -> pd.DataFrame:
+        def points(conn: Connection) -> tuple[pd.DataFrame, dict[int, int]]:
             columns = (
                 c.seq,
                 c.created_at,
@@ -265,12 +275,13 @@ class StoreReader:
             )
             rows = conn.execute(sa.select(*columns).where(*where, _scored).order_by(c.seq)).all()
             names = ["rollout", "at", "reward", "quality", "style_match", "value", "style"]
-            return pd.DataFrame([tuple(row) for row in rows], columns=names)
+            table = pd.DataFrame([tuple(row) for row in rows], columns=names)
+            return table, _groups(_phases(conn), first, last, width)
 
-        def groups(conn: Connection) -> pd.DataFrame:
-            group = ((c.seq - first) // width).label("group")
-            query = (
-                sa.select(
+        def groups(conn: Connection) -> tuple[pd.DataFrame, dict[int, int]]:
+            def grouped(start: int) -> sa.Select[Any]:
+                group = (start + ((c.seq - start) // width) * width).label("group")
+                return sa.select(
                     group,
                     c.detected_style,
                     sa.func.count(),
@@ -282,24 +293,29 @@ class StoreReader:
                     sa.func.sum(c.value_first),
                     sa.func.count(c.value_first),
                     sa.func.sum(sa.case((c.value_first.isnot(None), c.reward))),
-                )
-                .where(*where, _scored)
-                .group_by(group, c.detected_style)
-            )
+                ).where(_served, _scored)
+
+            phases = _phases(conn)
+            ends = _groups(phases, first, last, width)
+            rows: list[Any] = []
             if sampled is None:
-                rows = list(conn.execute(query))
+                for start, end in _between_switches(phases, first, last):
+                    query = grouped(start).where(c.seq.between(start, end))
+                    rows += conn.execute(query.group_by("group", c.detected_style))
             else:  # the middle of each group: reading all of a million would take seconds
-                rows = []
-                for start in range(first + (width - sampled) // 2, last + 1, width):
-                    run = c.seq.between(start, start + sampled - 1)
-                    rows += conn.execute(query.where(run))
+                for start, end in ends.items():
+                    begin = start + max(0, (end - start + 1 - sampled) // 2)
+                    query = grouped(start).where(
+                        c.seq.between(begin, min(begin + sampled - 1, end))
+                    )
+                    rows += conn.execute(query.group_by("group", c.detected_style))
             names = ["group", "style", "answers", "at", "reward", "quality", "marked"]
             names += ["style_match", "value", "valued", "valued_reward"]
-            return pd.DataFrame([tuple(row) for row in rows], columns=names)
+            return pd.DataFrame([tuple(row) for row in rows], columns=names), ends
 
         if count > POINTS:
-            return _grouped(self._read(groups), first, width, sampled)
-        return _pointwise(self._read(points), first, width)
+            return _grouped(*self._read(groups), width, sampled)
+        return _pointwise(*self._read(points), width)
 
     # ---- learning health
 
@@ -649,6 +665,21 @@ def _mean(numbers: Sequence[float]) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
+def _settled_after(conn: Connection, scored: Sequence[sa.ColumnElement[bool]]) -> int | None:
+    """How many rollouts it took until the mean of the last RECENT was SETTLED, if it ever was.
+
+    Looked for among the first SETTLING of them.
+    """
+    c = rollouts.c
+    first = sa.select(c.seq, c.reward).where(*scored).order_by(c.seq).limit(SETTLING).subquery()
+    means = sa.select(
+        sa.func.row_number().over(order_by=first.c.seq).label("number"),
+        sa.func.avg(first.c.reward).over(order_by=first.c.seq, rows=(1 - RECENT, 0)).label("mean"),
+    ).subquery()
+    reached = (means.c.number >= RECENT) & (means.c.mean >= SETTLED - 1e-9)
+    return conn.execute(sa.select(sa.func.min(means.c.number)).where(reached)).scalar()
+
+
 def _phases(conn: Connection) -> list[Phase]:
     c = rollouts.c
     first = (
@@ -812,7 +843,22 @@ ROLLING = 20  # rollouts in a rolling mean, when rollouts are drawn one by one
 ROLLING_FEWEST = 5
 
 
-def _pointwise(rows: pd.DataFrame, first: int, width: int) -> Series:
+def _between_switches(phases: Sequence[Phase], first: int, last: int) -> list[tuple[int, int]]:
+    """First and last rollout of each stretch under one preference."""
+    begins = sorted({first} | {p.first_seq for p in phases if first < p.first_seq <= last})
+    return list(zip(begins, [begin - 1 for begin in begins[1:]] + [last], strict=True))
+
+
+def _groups(phases: Sequence[Phase], first: int, last: int, width: int) -> dict[int, int]:
+    """Groups of up to `width` rollouts: the last rollout of each, by its first."""
+    return {
+        start: min(start + width - 1, end)
+        for begin, end in _between_switches(phases, first, last)
+        for start in range(begin, end + 1, width)
+    }
+
+
+def _pointwise(rows: pd.DataFrame, ends: dict[int, int], width: int) -> Series:
     def rolling(table: pd.DataFrame, *names: str) -> pd.DataFrame:
         means = table[list(names)].astype(float).rolling(ROLLING, min_periods=ROLLING_FEWEST)
         return table[["rollout", "at"]].join(means.mean())
@@ -820,10 +866,11 @@ def _pointwise(rows: pd.DataFrame, first: int, width: int) -> Series:
     marks = rolling(rows, "reward", "quality", "style_match")
     trained = rows[rows["value"].notna()].reset_index(drop=True)
     named = rows[rows["style"].notna()]
-    groups = (named["rollout"] - first) // width
-    counted = named.groupby([groups.rename("group"), "style"]).size().rename("answers")
+    starts = np.array(list(ends))
+    groups = starts[np.searchsorted(starts, named["rollout"], side="right") - 1]
+    counted = named.assign(group=groups).groupby(["group", "style"]).size().rename("answers")
     return Series(
-        shares=_shares(counted.reset_index(), first, width),
+        shares=_shares(counted.reset_index(), ends),
         marks=marks,
         values=rolling(trained, "value", "reward"),
         points=rows[["rollout", "at", "reward", "style"]],
@@ -831,12 +878,12 @@ def _pointwise(rows: pd.DataFrame, first: int, width: int) -> Series:
     )
 
 
-def _grouped(rows: pd.DataFrame, first: int, width: int, sampled: int | None) -> Series:
+def _grouped(rows: pd.DataFrame, ends: dict[int, int], width: int, sampled: int | None) -> Series:
     sums = rows.groupby("group").agg(
         {name: "sum" for name in rows.columns if name not in ("group", "style", "at")}
         | {"at": "min"}
     )
-    middle = first + sums.index.to_numpy() * width + (width - 1) / 2
+    middle = (sums.index + sums.index.map(ends)).to_numpy() / 2
     marks = pd.DataFrame(
         {
             "rollout": middle,
@@ -860,7 +907,7 @@ def _grouped(rows: pd.DataFrame, first: int, width: int, sampled: int | None) ->
     ).dropna(subset=["value"])
     named = rows[rows["style"].notna()][["group", "style", "answers"]]
     return Series(
-        shares=_shares(named, first, width),
+        shares=_shares(named, ends),
         marks=marks,
         values=values,
         points=pd.DataFrame(columns=["rollout", "at", "reward", "style"]),
@@ -869,15 +916,17 @@ def _grouped(rows: pd.DataFrame, first: int, width: int, sampled: int | None) ->
     )
 
 
-def _shares(counted: pd.DataFrame, first: int, width: int) -> pd.DataFrame:
-    """Every style in every group (zeros included, so that areas stack)."""
+def _shares(counted: pd.DataFrame, ends: dict[int, int]) -> pd.DataFrame:
+    """Every style in every group, zeros included."""
+    columns = ["start", "end", "rollout", "style", "share", "answers"]
     if not len(counted):
-        return pd.DataFrame(columns=["rollout", "style", "share", "answers"])
+        return pd.DataFrame(columns=columns)
     table = counted.pivot_table(
         index="group", columns="style", values="answers", aggfunc="sum", fill_value=0
     )
     total = table.sum(axis=1)
-    long = table.stack().rename("answers").reset_index()
-    long["share"] = long["answers"] / long["group"].map(total)
-    long["rollout"] = first + long["group"] * width + (width - 1) / 2
-    return long[["rollout", "style", "share", "answers"]]
+    long = table.stack().rename("answers").reset_index().rename(columns={"group": "start"})
+    long["share"] = long["answers"] / long["start"].map(total)
+    long["end"] = long["start"].map(ends)
+    long["rollout"] = (long["start"] + long["end"]) / 2
+    return long[columns]

@@ -109,7 +109,10 @@ class Browser:
         def read() -> str | None:
             for tile in self.driver.find_elements(By.CSS_SELECTOR, "[data-testid=stMetric]"):
                 if tile.text.startswith(label):
-                    return tile.text.splitlines()[-1]
+                    value = "[data-testid=stMetricValue]"  # small print may stand under it
+                    return next(
+                        (found.text for found in tile.find_elements(By.CSS_SELECTOR, value)), None
+                    )
             return None
 
         return self.until(read, f"the tile '{label}'")

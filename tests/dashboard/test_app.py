@@ -173,7 +173,9 @@ def test_the_page_follows_a_store_that_is_being_written(open_page, small, servic
     small.add("c", seen="cute", reward=0.0)
     ran(test.run())
     assert "Adapting to Classical" in words(test)
-    assert "0.00 → 0.00 in 1 rollouts" in words(test)
+    assert "no reward yet in 1 answer; a switch usually takes some dozens" in words(test)
+    assert "Adapting to Classical" in test.info[0].value  # no good news
+    assert "Reward, 1 answer since" in [tile.label for tile in test.metric]
 
 
 # ---- live
@@ -181,11 +183,16 @@ def test_the_page_follows_a_store_that_is_being_written(open_page, small, servic
 
 def test_the_live_page_tells_the_operator_what_is_going_on(open_page, shift_url, service):
     test = open_page("Live", shift_url, service.url)
-    assert test.success[0].value.startswith("**Settled on Classical since ")
+    assert test.success[0].value.startswith("**Settled on Classical after ")
     tiles = {metric.label: metric.value for metric in test.metric}
     (preferred,) = [label for label in tiles if label.startswith("Preferred since ")]
     assert tiles[preferred] == "Classical"
-    assert tiles["Learning"] == "healthy"
+    assert tiles["Learning machinery"] == "healthy"
+    (note,) = [tile.delta for tile in test.metric if tile.label == preferred]
+    assert note.endswith(" minutes ago")
+    assert len(tiles) == 10  # two rows of five, five rows of two on a phone
+    assert float(tiles["Quality, last 40"].removesuffix("%")) > 80
+    assert float(tiles["In style, last 40"].removesuffix("%")) > 80
     assert float(tiles["Reward, last 40"]) > 0.8
     assert tiles["Waiting"] == "3 + 0"
     assert tiles["Service"] == "up"
@@ -214,20 +221,37 @@ def test_a_pause_and_a_warning_stand_on_top(open_page, small, service):
 
 def test_a_figure_beyond_its_bound_stands_on_top_with_what_to_do(open_page, small, service):
     epoch = small.begin()
-    for number in range(8):
+    for number in range(20):
         small.add(f"a{number}", seen="cute")
         small.train(epoch, number + 1, 0.5, **{"policy/entropy": 0.001, "policy/kl_to_start": 0.1})
     test = open_page("Live", small.url, service.url)
     assert "Entropy is 0.001 nats per token (at least 0.02 is well)" in test.warning[0].value
-    assert {m.label: m.value for m in test.metric}["Learning"] == "needs a look"
+    assert {m.label: m.value for m in test.metric}["Learning machinery"] == "needs a look"
+    (line,) = test.expander
+    assert "1 of 2 figures inside their bounds, 5 not measured" in line.label
+    assert line.proto.expanded
+    assert "[Controls](?page=Controls)" in words(test)
     table = test.dataframe[0].value
-    assert dict(zip(table["figure"], table["now"], strict=True)) == {
-        "KL to the start policy": "well",
-        "Entropy": "beyond",
-    }
+    now = dict(zip(table["figure"], table["now"], strict=True))
+    assert (now["KL to the start policy"], now["Entropy"]) == ("well", "beyond")
+    assert now["Answer length"] == "not measured: these updates did not record it"
     said = words(open_page("Learning health", small.url))
     assert "**Entropy**: 0.001 nats per token :material/warning: beyond its bound" in said
     assert "Well is at least 0.02 (the dashboard's bound)." in said
+
+
+def test_a_reward_that_stays_low_is_no_fault_of_the_machinery(open_page, small, service):
+    epoch = small.begin()
+    for number in range(150):
+        small.add(f"a{number}", seen="classical", reward=0.0)
+        if number < 20:
+            small.train(epoch, number + 1, 0.5, **{"policy/entropy": 0.4})
+    test = open_page("Live", small.url, service.url)
+    assert "After 150 answers the reward is still low" in test.warning[0].value
+    tiles = {metric.label: metric.value for metric in test.metric}
+    assert tiles["Learning machinery"] == "healthy"
+    assert (tiles["Reward, last 40"], tiles["Quality, last 40"]) == ("0.00", "100%")
+    assert test.expander[0].proto.expanded  # what to do
 
 
 # ---- learning health

@@ -156,6 +156,7 @@ def test_an_operator_watches_a_shift_and_acts(served, browser):
     assert watched["frames"] > 10
     assert watched["missing"] == 0
     assert browser.tile("Preferred since") == "Chuunibyou"
+    assert browser.tile("Learning machinery") == "too early to say"  # of twelve updates
     browser.picture(PICTURES / "3-live-after-the-switch.png")
 
     # Pause, resume, pin and roll back to before the switch: in the service and on the page.

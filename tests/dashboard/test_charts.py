@@ -67,6 +67,9 @@ def test_live_charts_of_a_real_store(shift_url, points, monkeypatch):
     shares = charts.shares_chart(series.shares, *which[1:]).to_dict()
     totals = pd.DataFrame(_rows(shares, "share")).groupby("rollout")["share"].sum()
     assert totals.tolist() == pytest.approx([1.0] * len(totals))
+    bars = _rows(shares, "bottom")
+    assert all(row["right"] <= 151 or row["start"] >= 151 for row in bars)  # of a switch
+    assert max(row["right"] for row in bars) >= 446  # up to the newest judged answers
     strip = _rows(shares, "low")
     assert [row["style"] for row in strip] == ["cute", "chuunibyou", "classical"]
     domain = shares["layer"][0]["encoding"]["color"]["scale"]
@@ -77,6 +80,50 @@ def test_live_charts_of_a_real_store(shift_url, points, monkeypatch):
     assert {row["what"] for row in _rows(reward, "what")} == {"reward", "quality", "style match"}
     value = charts.value_chart(*which).to_dict()
     assert {row["what"] for row in _rows(value, "what")} == {"expected (V)", "earned (reward)"}
+
+
+def test_shares_are_bars_as_wide_as_their_groups():
+    shares = pd.DataFrame(
+        [
+            (1, 10, 5.5, "cute", 0.25, 2),
+            (1, 10, 5.5, "noir", 0.75, 6),
+            (11, 13, 12.0, "cute", 0.0, 0),
+            (11, 13, 12.0, "noir", 1.0, 3),
+        ],
+        columns=["start", "end", "rollout", "style", "share", "answers"],
+    )
+    drawn = charts.shares_chart(shares, [phase("cute", 1)], 1, 20, ["cute", "noir"]).to_dict()
+    assert drawn["layer"][0]["mark"]["type"] == "rect"
+    bars = [
+        (r["start"], r["right"], r["style"], r["bottom"], r["top"]) for r in _rows(drawn, "top")
+    ]
+    assert bars == [
+        (1, 11, "cute", 0, 0.25),
+        (1, 11, "noir", 0.25, 1),
+        (11, 14, "noir", 0, 1),
+    ]
+
+
+def test_without_a_style_seen_there_are_no_bars():
+    none = pd.DataFrame(columns=["start", "end", "rollout", "style", "share", "answers"])
+    drawn = charts.shares_chart(none, [phase("cute", 1)], 1, 20, ["cute"]).to_dict()
+    assert _rows(drawn, "top") == []
+
+
+def test_of_two_equal_lines_both_are_seen_and_the_legend_shows_their_dashes(shift_url):
+    reader = StoreReader(shift_url)
+    series = reader.series(1, 450)
+    reader.close()
+    drawn = charts.value_chart(series, [phase("cute", 1)], 1, 450, ["cute"]).to_dict()
+    assert list(dict.fromkeys(row["what"] for row in _rows(drawn, "what"))) == [
+        "earned (reward)",  # drawn first, so below
+        "expected (V)",
+    ]
+    lines = drawn["layer"][1]["encoding"]
+    earned, expected = lines["strokeWidth"]["scale"]["range"]
+    assert earned > expected
+    assert lines["strokeDash"]["legend"] == lines["color"]["legend"]  # so that they are one
+    assert lines["strokeDash"]["scale"]["domain"] == lines["color"]["scale"]["domain"]
 
 
 def test_a_metric_with_gaps_and_a_bound():

@@ -6,12 +6,17 @@ import pytest
 
 from dashboard.headline import (
     advice,
+    ago,
+    checked,
     checks,
     clock,
     duration,
     headline,
     learning_word,
+    progress,
+    sample,
     style_name,
+    tone,
 )
 from dashboard.queries import Phase, Situation
 from online_sao.types import Event
@@ -35,8 +40,8 @@ WARNING = Event(9, "error", {"what": "The disk is full."}, NOW)
 
 def test_adapting_in_one_sentence():
     assert headline(ADAPTING, UTC) == (
-        "Adapting to Chuunibyou since 12:02: reward 0.12 → 0.78 in 46 rollouts; "
-        "policy lag 2; guard rails quiet."
+        "Adapting to Chuunibyou since 12:02: reward 0.12 → 0.78 in 46 answers; "
+        "no warning since the switch."
     )
 
 
@@ -47,11 +52,34 @@ def test_adapting_in_one_sentence():
         ({"num_rollouts": 0, "phase": None}, "No answer has been recorded yet. Send a first"),
         ({"phase": None}, "146 answers are recorded, but no style is preferred yet."),
         ({"num_scored": 0}, "Chuunibyou is preferred since 12:02; no answer has been judged"),
-        ({"reward_now": 0.8}, "Settled on Chuunibyou since 12:02: reward 0.80 over the last 40"),
+        (
+            {"reward_now": 0.8},
+            "Settled on Chuunibyou: reward 0.80 over the last 40 of 46 answers since 12:02; no",
+        ),
+        (
+            {"reward_now": 0.8, "settled_after": 43},
+            "Settled on Chuunibyou after 43 answers: reward 0.80 over the last 40 of 46 answers",
+        ),
+        (
+            {"reward_at_switch": 0.0, "reward_now": 0.0, "num_scored": 6},
+            "since 12:02: no reward yet in 6 answers; a switch usually takes some dozens; no",
+        ),
+        (
+            {"reward_at_switch": 0.0, "reward_now": 0.0, "num_scored": 90},
+            "hardly any reward (0.00) in the last 40 of 90 answers; a switch usually takes",
+        ),
+        (
+            {"reward_at_switch": 0.0, "reward_now": 0.0, "num_scored": 150},
+            "hardly any reward (0.00) in the last 40 of 150 answers; no warning",
+        ),
+        (
+            {"reward_at_switch": 0.5, "reward_now": 0.5, "num_scored": 6},
+            "reward 0.50 in 6 answers, too few to see where it goes",
+        ),
+        ({"reward_now": 0.2}, "reward 0.12 → 0.20 in 46 answers, no clear rise yet"),
         ({"reward_now": 0.9, "num_scored": 39}, "Adapting to Chuunibyou"),
-        ({"warnings": [WARNING]}, "policy lag 2; 1 warning since the switch."),
+        ({"warnings": [WARNING]}, "in 46 answers; 1 warning since the switch."),
         ({"warnings": [WARNING] * 3}, "; 3 warnings since the switch."),
-        ({"policy_lag": None}, "in 46 rollouts; guard rails quiet."),
         (
             {"paused_since": SWITCH + timedelta(minutes=5), "pause_reason": "operator"},
             "Learning is paused since 12:07 (operator): version 140 goes on answering",
@@ -63,12 +91,37 @@ def test_each_situation_has_its_sentence(change, said):
 
 
 @pytest.mark.parametrize(
+    ("rewards", "num_scored", "how", "colour"),
+    [
+        ((None, None), 0, "unknown", "info"),
+        ((0.0, 0.0), 6, "early", "info"),
+        ((0.9, 0.9), 20, "early", "info"),  # the same answers: nothing can have risen
+        ((0.0, 0.0), 46, "flat", "info"),
+        ((0.5, 0.59), 46, "flat", "info"),
+        ((0.5, 0.61), 46, "rising", "success"),
+        ((0.0, 0.29), 149, "rising", "success"),
+        ((0.0, 0.29), 150, "stuck", "warning"),
+        ((0.9, 0.8), 40, "settled", "success"),
+    ],
+)
+def test_only_answers_that_are_good_or_get_better_are_good_news(rewards, num_scored, how, colour):
+    at_switch, reward = rewards
+    now = replace(ADAPTING, reward_at_switch=at_switch, reward_now=reward, num_scored=num_scored)
+    assert progress(now) == how
+    assert tone(now, advice(now, service_answers=True, at=NOW)) == colour
+
+
+def test_good_answers_do_not_hide_what_is_wrong():
+    assert tone(replace(ADAPTING, reward_now=0.9), ["The service does not answer."]) == "warning"
+
+
+@pytest.mark.parametrize(
     ("change", "service", "said"),
     [
         ({}, False, "The service does not answer"),
         ({"unscored_share": 0.4}, True, "The judge failed on 40% of the last answers"),
         ({"paused_since": SWITCH}, True, "Resume it under Controls"),
-        ({"num_scored": 150, "reward_now": 0.29}, True, "After 150 rollouts the reward is still"),
+        ({"num_scored": 150, "reward_now": 0.29}, True, "After 150 answers the reward is still"),
         (
             {
                 "waiting_for_learner": 7,
@@ -106,12 +159,38 @@ HEALTHY = replace(ADAPTING, num_updates=20, recent=WELL, config={"learner": {"ma
 
 
 def test_figures_are_held_against_their_bounds():
-    assert {c.title: (c.mean, str(c.bound), c.well) for c in checks(HEALTHY)} == {
+    found = {c.title: (c.mean, str(c.bound), c.well) for c in checks(HEALTHY) if not c.why_not}
+    assert found == {
         "Entropy": (0.3, "at least 0.02", True),
         "Masked fraction": (0.01, "at most 0.25", True),
-        "Policy lag": (2.0, "at most 16", True),
+        "Delay (policy lag)": (2.0, "at most 16", True),
     }
-    assert checks(replace(HEALTHY, num_updates=7)) == []
+
+
+def test_what_is_not_checked_is_named_with_the_reason():
+    missing = {c.title: c.why_not for c in checks(HEALTHY) if c.well is None}
+    assert set(missing) == {
+        "Explained variance",
+        "KL to the start policy",
+        "Answer length",
+        "Train/rollout log-prob gap",
+    }
+    assert missing["Explained variance"] == (
+        "not measured: all rewards were alike, or there is no critic"
+    )
+    assert checked(HEALTHY) == "3 of 3 figures inside their bounds, 4 not measured"
+
+
+@pytest.mark.parametrize("num_updates", [7, 12, 19])  # at first, or after a rollback
+def test_before_enough_updates_there_is_no_verdict_on_any_figure(num_updates):
+    now = replace(HEALTHY, num_updates=num_updates, recent={**WELL, "policy/entropy": 0.001})
+    assert {c.well for c in checks(now)} == {None}
+    assert {c.why_not for c in checks(now)} == {f"too early: {num_updates} of 20 updates"}
+    assert checked(now) == (
+        f"too early to say, {num_updates} of the 20 updates that a verdict takes"
+    )
+    assert learning_word(now, service_answers=True, at=NOW) == "too early to say"
+    assert advice(now, service_answers=True, at=NOW) == []
 
 
 @pytest.mark.parametrize(
@@ -119,17 +198,18 @@ def test_figures_are_held_against_their_bounds():
     [
         ({}, "healthy"),
         ({"num_updates": 0}, "not begun"),
-        ({"num_updates": 7}, "too early to say"),
+        ({"num_updates": 19}, "too early to say"),
+        ({"recent": {}}, "too early to say"),
         ({"paused_since": SWITCH}, "paused"),
         ({"warnings": [WARNING]}, "needs a look"),
         ({"recent": {**WELL, "policy/entropy": 0.019}}, "needs a look"),
         ({"recent": {**WELL, "policy/masked_fraction": 0.26}}, "needs a look"),
         ({"recent": {**WELL, "rollout/policy_lag_max": 17.0}}, "needs a look"),
-        ({"num_scored": 150, "reward_now": 0.29}, "needs a look"),
+        ({"num_scored": 150, "reward_now": 0.29}, "healthy"),  # the answers are not: said on top
         ({"unscored_share": 0.4}, "needs a look"),
     ],
 )
-def test_one_word_says_whether_learning_is_healthy(change, word):
+def test_one_word_says_whether_the_machinery_is_healthy(change, word):
     now = replace(HEALTHY, **change)
     assert learning_word(now, service_answers=True, at=NOW) == word
     assert learning_word(now, service_answers=False, at=NOW) == "stopped"
@@ -157,6 +237,25 @@ def test_times_are_the_viewers():
 )
 def test_durations(seconds, said):
     assert duration(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("count", "num_scored", "said"),
+    [
+        (0, 0, "0 answers since"),
+        (1, 1, "1 answer since"),
+        (6, 6, "6 answers since"),
+        (40, 40, "last 40"),
+        (31, 300, "31 of the last 40"),
+    ],
+)
+def test_a_figure_says_of_how_many_answers_it_is(count, num_scored, said):
+    assert sample(count, replace(ADAPTING, num_scored=num_scored)) == said
+
+
+def test_how_long_ago():
+    assert ago(NOW - timedelta(seconds=59), NOW) == "just now"
+    assert ago(NOW - timedelta(minutes=25), NOW) == "25 minutes ago"
 
 
 def test_style_names():

@@ -13,7 +13,7 @@ from dashboard.queries import Filters, StoreReader
 from online_sao.errors import NotFoundError, StoreError
 from online_sao.store import RolloutStore
 from online_sao.store.models import versions
-from online_sao.types import Preference, Purpose, RolloutState, WeightSpan
+from online_sao.types import Preference, Purpose, RolloutState, StoredVerdict, WeightSpan
 
 
 @pytest.fixture
@@ -87,6 +87,8 @@ def test_the_situation_counts_from_the_last_switch(small, reader):
     assert (now.num_rollouts, now.num_scored) == (8, 2)
     assert (now.phase.style, now.phase.first_seq, now.phase.weight_version) == ("classical", 4, 3)
     assert (now.reward_at_switch, now.reward_now, now.preferred_share) == (0.5, 0.5, 0.5)
+    assert (now.quality_share, now.num_graded, now.num_styled) == (1.0, 2, 2)
+    assert now.settled_after is None
     assert (now.waiting_for_judge, now.waiting_for_learner) == (1, 4)
     assert now.unscored_share == pytest.approx(1 / 6)  # old0-2, a, b judged; u not; w waits
     assert (now.version, now.policy_lag, now.run, now.preset) == (1, 2.0, "run", "sao")
@@ -101,6 +103,34 @@ def test_a_long_phase_is_counted_up_to_a_bound(shift_url, monkeypatch):
     monkeypatch.setattr(queries, "COUNTED", 100)
     assert reader.situation().num_scored == 100
     reader.close()
+
+
+def test_when_a_preference_settled_is_counted_in_judged_answers(small, reader, monkeypatch):
+    monkeypatch.setattr(queries, "RECENT", 5)
+    small.begin()
+    small.store.set_preference(Preference("classical", ("cute", "classical")), 0)
+    for number, reward in enumerate([1.0, 0.0, 0.0, 1.0, 1.0, 1.0]):
+        small.add(f"r{number}", seen="classical", reward=reward)
+    small.add("u")
+    assert reader.situation().settled_after is None
+    small.add("v", seen="classical")
+    small.add("w", seen="cute", reward=0.0)
+    small.add("x", seen="cute", reward=0.0)
+    assert reader.situation().settled_after == 7  # 0 1 1 1 1; that it fell again changes nothing
+    monkeypatch.setattr(queries, "SETTLING", 6)
+    assert reader.situation().settled_after is None
+
+
+def test_a_quality_below_1_counts_as_not_well(small, reader):
+    small.begin()
+    for name, quality in (("a", 1.0), ("b", 0.5), ("c", 0.0), ("d", 1.0)):
+        small.add(name)
+        small.store.set_verdict(name, StoredVerdict(quality, 1.0, quality, detected_style="cute"))
+    small.add("e")
+    small.store.add_feedback("e", 1.0)  # a reward without a quality or a style
+    now = reader.situation()
+    assert (now.quality_share, now.num_graded, now.num_styled) == (0.5, 4, 4)
+    assert now.num_scored == 5
 
 
 def test_a_pause_holds_until_learning_goes_on_or_starts_anew(small, reader):
@@ -155,6 +185,46 @@ def test_long_series_are_means_of_groups(small, reader, monkeypatch):
     assert table["cute"].tolist() == pytest.approx([1 / 3, 1 / 2, 1 / 3])
     assert table["classical"].tolist() == pytest.approx([1 / 3, 0, 1 / 3])
     assert table.sum(axis=1).tolist() == pytest.approx([1, 1, 1])
+
+
+@pytest.mark.parametrize(("points", "sampled"), [(2000, 400), (4, 400), (4, 3)])
+def test_no_group_of_shares_straddles_a_switch(small, reader, monkeypatch, points, sampled):
+    monkeypatch.setattr(queries, "POINTS", points)
+    monkeypatch.setattr(queries, "GROUPS", 3)
+    monkeypatch.setattr(queries, "SAMPLED", sampled)
+    small.begin("cute")
+    for number in range(13):
+        small.add(f"c{number}", seen="cute")
+    small.store.set_preference(Preference("classical", ("cute", "classical")), 0)
+    for number in range(14):
+        small.add(f"k{number}", seen="classical")
+    series = reader.series(3, 27)
+    width = 10 if points == 2000 else 9
+    assert series.width == width
+    seen = series.shares[series.shares["answers"] > 0]
+    assert seen[["start", "end", "style"]].to_numpy().tolist() == [
+        [3, 2 + width, "cute"],
+        [3 + width, 13, "cute"],
+        [14, 13 + width, "classical"],
+        [14 + width, 27, "classical"],  # the newest, which is not full yet
+    ]
+    assert seen["share"].tolist() == [1.0] * 4
+    if sampled == 400:
+        assert seen["answers"].tolist() == [width, 11 - width, width, 14 - width]
+    else:
+        assert seen["answers"].tolist() == [3, 2, 3, 3]
+    if points == 4:
+        assert series.marks["rollout"].tolist() == seen["rollout"].tolist()
+
+
+def test_a_preference_without_an_answer_makes_no_group(small, reader):
+    small.begin("cute")
+    small.add("a", seen="cute")
+    for style in ("classical", "cute"):
+        small.store.set_preference(Preference(style, ("cute", "classical")), 0)
+    small.add("b", seen="cute")
+    small.store.set_preference(Preference("classical", ("cute", "classical")), 0)
+    assert reader.series(1, 2).shares[["start", "end"]].to_numpy().tolist() == [[1, 1], [2, 2]]
 
 
 def test_both_forms_of_a_series_agree(shift_url, monkeypatch):
