@@ -23,6 +23,7 @@ LONG = ("engine", "model", "long")  # markers of tests that take tens of seconds
 KEY_ENDINGS = ("_API_KEY", "_ADMIN_KEY")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With two streams (`make test`) one has the long tests, by whole files and first.
 
