@@ -51,7 +51,7 @@ dashboard: setup
 
 # Two streams: the long tests one after another, beside all others (tests/conftest.py).
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope $(ARGS)
 
 N ?= 40
 SEED ?= 0

@@ -5,7 +5,9 @@ marked `model` finds the prepared embedded model in its home: that folder alone 
 with the user's cache, because making it takes minutes.
 """
 
+import functools
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,17 +25,29 @@ LONG = ("engine", "model", "long")  # markers of tests that take tens of seconds
 KEY_ENDINGS = ("_API_KEY", "_ADMIN_KEY")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With two streams (`make test`) one has the long tests, by whole files and first.
+    """Files with long tests first."""
+    items.sort(key=lambda item: not has_long_tests(item.path))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """With two streams (`make test`) one has all files with long tests, one after another.
 
     They start engines and endpoints: two of them at a time only make each other wait.
     """
-    long = {item.path for item in items if any(map(item.get_closest_marker, LONG))}
-    items.sort(key=lambda item: item.path not in long)
-    for item in items:
-        if item.path in long:
-            item.add_marker(pytest.mark.xdist_group("long"))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return "long" if has_long_tests(config.rootpath / file) else file
+
+    return Scheduling(config, log)
+
+
+@functools.cache
+def has_long_tests(file: Path) -> bool:
+    return re.search(rf"mark\.({'|'.join(LONG)})\b", file.read_text("utf-8")) is not None
 
 
 @pytest.fixture(scope="session", autouse=True)
