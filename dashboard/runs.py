@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from dashboard.queries import Phase
@@ -144,21 +145,31 @@ def rolling_rewards(results: Sequence[Results], window: int) -> pd.DataFrame:
 def style_shares(results: Sequence[Results]) -> pd.DataFrame:
     """Shares of the styles that the judge saw, over all `results`, in groups of STEP rollouts.
 
-    Columns rollout, style, share, answers: what charts.shares_chart takes.
+    Groups begin anew at a switch. Columns start, end, rollout, style, share, answers: what
+    charts.shares_chart takes.
     """
+    columns = ["start", "end", "rollout", "style", "share", "answers"]
     rows = pd.concat([_rows(run)[["index", "detected_style"]] for run in results])
     rows = rows[rows["detected_style"].notna() & (rows["detected_style"] != "")]
     if not len(rows):
-        return pd.DataFrame(columns=["rollout", "style", "share", "answers"])
-    group = ((rows["index"] - 1) // STEP).rename("group")
-    table = rows.groupby([group, "detected_style"]).size().unstack(fill_value=0)
+        return pd.DataFrame(columns=columns)
+    last = int(rows["index"].max())
+    firsts = [phase.first_seq for phase in phases_of(results[0])]
+    starts = [
+        start
+        for first, following in zip(firsts, [*firsts[1:], last + 1], strict=True)
+        for start in range(first, following, STEP)
+    ]
+    ends = dict(zip(starts, [*(start - 1 for start in starts[1:]), last], strict=True))
+    group = np.searchsorted(starts, rows["index"], side="right") - 1
+    table = rows.groupby([np.array(starts)[group], "detected_style"]).size().unstack(fill_value=0)
+    table.index.name = "start"
     long = table.stack().rename("answers").reset_index()
     long = long.rename(columns={"detected_style": "style"})
-    long["share"] = long["answers"] / long["group"].map(table.sum(axis=1))
-    # the middle of the group; of the last, if it is not full, its last rollout
-    middle = 1 + long["group"] * STEP + (STEP - 1) / 2
-    long["rollout"] = middle.clip(upper=int(rows["index"].max()))
-    return long[["rollout", "style", "share", "answers"]]
+    long["share"] = long["answers"] / long["start"].map(table.sum(axis=1))
+    long["end"] = long["start"].map(ends)
+    long["rollout"] = (long["start"] + long["end"]) / 2
+    return long[columns]
 
 
 def styles_of(results: Sequence[Results]) -> list[str]:

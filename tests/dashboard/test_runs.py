@@ -101,12 +101,26 @@ def test_rewards_and_shares_are_those_of_the_rollouts(place):
     assert one["reward"][10] == 1.0  # the one without a verdict counts for nothing
     shares = runs.style_shares(results)
     assert shares["rollout"].tolist() == [5.5, 15.5, 25.5, 35.5]
+    assert list(zip(shares["start"], shares["end"], strict=True)) == [
+        (1, 10),
+        (11, 20),
+        (21, 30),
+        (31, 40),
+    ]
     assert shares["share"].tolist() == [1.0] * 4
     assert shares["answers"].tolist() == [27, 30, 30, 30]
     assert [(p.style, p.first_seq) for p in runs.phases_of(results[0])] == [
         ("cute", 1),
         ("classical", 21),
     ]
+
+
+def test_groups_of_shares_begin_anew_at_a_switch(tmp_path):
+    write(tmp_path / "short", "sao", 0, first_rollouts=13)
+    results = [read_results(run.folder) for run in runs.find_runs(tmp_path)[0]]
+    shares = runs.style_shares(results)
+    bars = sorted(set(zip(shares["start"], shares["end"], strict=True)))
+    assert bars == [(1, 10), (11, 13), (14, 23), (24, 33), (34, 40)]
 
 
 def test_runs_of_other_phases_are_not_drawn_together(place):
