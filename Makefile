@@ -49,9 +49,8 @@ serve: prepare
 dashboard: setup
 	$(BIN)/online-sao dashboard $(ARGS)
 
-# Two streams: the long tests one after another, beside all others (tests/conftest.py).
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 N ?= 40
 SEED ?= 0

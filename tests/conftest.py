@@ -5,9 +5,7 @@ marked `model` finds the prepared embedded model in its home: that folder alone 
 with the user's cache, because making it takes minutes.
 """
 
-import functools
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,33 +19,7 @@ from online_sao.config import EMBEDDED_MODEL, home
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 USER_HOME = home()  # read before any fixture changes the environment
-LONG = ("engine", "model", "long")  # markers of tests that take tens of seconds
 KEY_ENDINGS = ("_API_KEY", "_ADMIN_KEY")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests first."""
-    items.sort(key=lambda item: not has_long_tests(item.path))
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """With two streams (`make test`) one has all files with long tests, one after another.
-
-    They start engines and endpoints: two of them at a time only make each other wait.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::")[0]
-            return "long" if has_long_tests(config.rootpath / file) else file
-
-    return Scheduling(config, log)
-
-
-@functools.cache
-def has_long_tests(file: Path) -> bool:
-    return re.search(rf"mark\.({'|'.join(LONG)})\b", file.read_text("utf-8")) is not None
 
 
 @pytest.fixture(scope="session", autouse=True)
