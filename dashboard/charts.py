@@ -176,7 +176,7 @@ def reward_chart(
             strokeDash=alt.StrokeDash(
                 "what:N",
                 scale=alt.Scale(domain=list(names.values()), range=[[1, 0], [6, 3], [2, 2]]),
-                legend=_legend(lines=True),
+                legend=None,  # a second one, cut off: Vega does not merge it with the colours'
             ),
             strokeWidth=alt.StrokeWidth(
                 "what:N",
@@ -207,7 +207,7 @@ def value_chart(
         strokeDash=alt.StrokeDash(
             "what:N",
             scale=alt.Scale(domain=order, range=[[1, 0], [6, 3]]),
-            legend=_legend(lines=True),
+            legend=None,
         ),
         strokeWidth=alt.StrokeWidth(
             "what:N", scale=alt.Scale(domain=order, range=[5, 2.5]), legend=None

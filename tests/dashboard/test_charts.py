@@ -110,7 +110,7 @@ def test_without_a_style_seen_there_are_no_bars():
     assert _rows(drawn, "top") == []
 
 
-def test_of_two_equal_lines_both_are_seen_and_the_legend_shows_their_dashes(shift_url):
+def test_of_two_equal_lines_both_are_seen_and_one_legend_names_them(shift_url):
     reader = StoreReader(shift_url)
     series = reader.series(1, 450)
     reader.close()
