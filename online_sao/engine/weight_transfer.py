@@ -31,6 +31,8 @@ from vllm.distributed.weight_transfer.base import (
 BACKEND = "online_sao_shm"
 NUM_PARTS = 8
 """Parts of a weight update: between two of them running requests get their turn."""
+ABANDON = -1
+"""In place of a part: give up the update that was begun (always answered by an error)."""
 _CONTAINERS = frozenset({"_parameters", "_buffers", "_modules"})
 SPIN_S = 0.002  # longer than the gap between two steps of a busy engine
 
@@ -110,6 +112,10 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
 
     @torch.no_grad()
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+        if update_info.part == ABANDON:
+            self._next = []
+            # Only after an error does vLLM let another update begin.
+            raise RuntimeError("the weight update was abandoned")
         sections = _sections(self.model)
         first = update_info.part * len(sections) // NUM_PARTS
         last = (update_info.part + 1) * len(sections) // NUM_PARTS

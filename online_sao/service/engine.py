@@ -228,6 +228,7 @@ class RecordingLLM(AsyncLLM):
             # The writer may have needed the file's place while we were reading.
             await asyncio.to_thread(file.verify)
         except Exception as error:
+            await self._abandon_update()
             raise WeightUpdateError(
                 f"Weight version {file.version} was not loaded ({error}); the old one is served."
             ) from error
@@ -236,6 +237,7 @@ class RecordingLLM(AsyncLLM):
         try:
             await self.finish_weight_update(weight_version=str(file.version))
         except Exception as error:
+            await self._abandon_update()
             raise WeightUpdateError(
                 f"Exchanging weight version {file.version} failed half-way ({error}); generation "
                 "stays paused until a good version is loaded."
@@ -244,6 +246,12 @@ class RecordingLLM(AsyncLLM):
         await self.resume_generation()
         self.weight_version, self._layout = file.version, file.layout
         return time.monotonic() - started
+
+    async def _abandon_update(self) -> None:
+        """Let the next update begin: vLLM refuses it while one that was begun is open."""
+        with contextlib.suppress(Exception):
+            update = {"path": "", "part": weight_transfer.ABANDON}
+            await self.update_weights(WeightTransferUpdateRequest(update))
 
 
 def _prompt_index(request_id: str, response_id: str) -> int:

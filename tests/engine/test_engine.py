@@ -13,7 +13,7 @@ import torch
 
 from online_sao.config import Config
 from online_sao.engine.settings import engine_environment
-from online_sao.engine.weight_file import write_weight_file
+from online_sao.engine.weight_file import WeightFile, write_weight_file
 from online_sao.errors import WeightUpdateError
 from online_sao.types import RolloutState
 
@@ -246,6 +246,33 @@ def test_a_load_that_fails_in_the_middle_leaves_the_old_weights_serving(harness,
     assert list(after.token_ids) == list(before.token_ids)
     assert harness.gap(after) < GAP
     harness.load(harness.new_weights(version + 2))
+    (rollout,) = harness.ask()
+    assert rollout.weight_version_start == version + 2
+    assert harness.gap(rollout) < GAP
+
+
+def test_a_file_that_changes_while_it_is_read_leaves_the_old_weights_serving(harness, monkeypatch):
+    version = harness.engine.weight_version
+    kept = [p.detach().clone() for p in harness.reference.parameters()]
+    checks = []
+
+    def verify(file):
+        checks.append(file.version)
+        if len(checks) == 2:  # when all its parts are loaded
+            raise WeightUpdateError("The weight file is damaged.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightFile, "verify", verify)
+        with pytest.raises(WeightUpdateError, match="the old one is served"):
+            harness.load(harness.new_weights(version + 1))
+    assert checks == [version + 1] * 2
+    with torch.no_grad():
+        for parameter, old in zip(harness.reference.parameters(), kept, strict=True):
+            parameter.copy_(old)
+    (after,) = harness.ask()
+    assert after.weight_version_start == version
+    assert harness.gap(after) < GAP
+    harness.load(harness.new_weights(version + 2))  # and another can be loaded
     (rollout,) = harness.ask()
     assert rollout.weight_version_start == version + 2
     assert harness.gap(rollout) < GAP

@@ -22,10 +22,8 @@ FUZZ = settings(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def counted(endpoint):
+def counted():
     yield
-    if endpoint.process is not None:
-        endpoint.stop()  # this is the last file that asks it: what follows needs the memory
     print(
         f"\nfuzzed: {calls['our routes']} calls of our routes, {calls['OpenAI routes']} of OpenAI's"
     )
