@@ -21,7 +21,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+from servers import free_port, status
 
 from online_sao.config import Config
 from online_sao.engine.settings import engine_environment
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def measure(config: Config, model: str, folder: Path, args: argparse.Namespace) -> dict:
-    plain_port, our_port = _free_port(), _free_port()
+    plain_port, our_port = free_port(), free_port()
     plain = [sys.executable, "-m", PLAIN_SERVER, "--model", model]
     same = _without(server_arguments(config, model), "--model", "--weight-transfer-config")
     plain += [*same, "--port", str(plain_port)]
@@ -85,7 +85,7 @@ def measure(config: Config, model: str, folder: Path, args: argparse.Namespace) 
         make_progress() as bar,
     ):
         client = httpx.Client(base_url=urls[PAUSED], timeout=60)
-        client.post("/v1/learning/pause", json={"reason": "benchmark"}).raise_for_status()
+        client.post("/v1/learning/pause", json={"reason": "benchmark"}).raise_forstatus()
         steps = args.rounds * len(CONCURRENCIES) * 2
         task = bar.add_task("serving", total=3 * steps)
 
@@ -105,7 +105,7 @@ def measure(config: Config, model: str, folder: Path, args: argparse.Namespace) 
                 for stream in (True, False):
                     for subject in (PLAIN, PAUSED):
                         run(subject, concurrency, stream, round_)
-        client.post("/v1/learning/resume").raise_for_status()
+        client.post("/v1/learning/resume").raise_forstatus()
         for round_ in range(args.rounds):
             for concurrency in CONCURRENCIES:
                 for stream in (True, False):
@@ -177,7 +177,7 @@ async def _ask(client: httpx.AsyncClient, body: dict, headers: dict) -> dict:
     began = time.monotonic()
     if not body["stream"]:
         answer = await client.post("/v1/chat/completions", json=body, headers=headers)
-        answer.raise_for_status()
+        answer.raise_forstatus()
         data = answer.json()
         return {
             "id": data["id"],
@@ -190,7 +190,7 @@ async def _ask(client: httpx.AsyncClient, body: dict, headers: dict) -> dict:
     async with client.stream(
         "POST", "/v1/chat/completions", json=body, headers=headers
     ) as response:
-        response.raise_for_status()
+        response.raise_forstatus()
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -325,7 +325,7 @@ def _running(
         )
     try:
         deadline = time.monotonic() + READY_S
-        while _status(ready) != 200:
+        while status(ready) != 200:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{command[0]} did not start:\n{log.read_text()[-3000:]}")
             time.sleep(0.5)
@@ -336,19 +336,6 @@ def _running(
             process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def _status(url: str) -> int | None:
-    try:
-        return httpx.get(url, timeout=5).status_code
-    except httpx.HTTPError:
-        return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

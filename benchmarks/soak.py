@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import psutil
+from servers import free_port, status
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -61,7 +61,7 @@ def main() -> None:
 
 def soak(folder: Path, num_requests: int, every: int, limit_s: float) -> dict:
     model = make_tiny_model(folder / "tiny-llama")
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "online_sao.cli", "serve", "--model", str(model)]
     command += ["--run-dir", str(folder / "run"), "--port", str(port)]
     command += [part for setting in SETTINGS for part in ("--set", setting)]
@@ -70,7 +70,7 @@ def soak(folder: Path, num_requests: int, every: int, limit_s: float) -> dict:
     serve = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT)
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait(lambda: _status(f"{url}/ready") == 200, READY_S, serve, folder / "log")
+        _wait(lambda: status(f"{url}/ready") == 200, READY_S, serve, folder / "log")
         client = httpx.Client(
             base_url=url, timeout=300, limits=httpx.Limits(max_connections=CONCURRENCY)
         )
@@ -166,19 +166,6 @@ def _wait(condition, timeout_s: float, process: subprocess.Popen, log: Path) -> 
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"gave up:\n{log.read_text()[-3000:]}")
         time.sleep(0.5)
-
-
-def _status(url: str) -> int | None:
-    try:
-        return httpx.get(url, timeout=5).status_code
-    except httpx.HTTPError:
-        return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":
