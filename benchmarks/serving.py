@@ -85,7 +85,7 @@ def measure(config: Config, model: str, folder: Path, args: argparse.Namespace) 
         make_progress() as bar,
     ):
         client = httpx.Client(base_url=urls[PAUSED], timeout=60)
-        client.post("/v1/learning/pause", json={"reason": "benchmark"}).raise_forstatus()
+        client.post("/v1/learning/pause", json={"reason": "benchmark"}).raise_for_status()
         steps = args.rounds * len(CONCURRENCIES) * 2
         task = bar.add_task("serving", total=3 * steps)
 
@@ -105,7 +105,7 @@ def measure(config: Config, model: str, folder: Path, args: argparse.Namespace) 
                 for stream in (True, False):
                     for subject in (PLAIN, PAUSED):
                         run(subject, concurrency, stream, round_)
-        client.post("/v1/learning/resume").raise_forstatus()
+        client.post("/v1/learning/resume").raise_for_status()
         for round_ in range(args.rounds):
             for concurrency in CONCURRENCIES:
                 for stream in (True, False):
@@ -177,7 +177,7 @@ async def _ask(client: httpx.AsyncClient, body: dict, headers: dict) -> dict:
     began = time.monotonic()
     if not body["stream"]:
         answer = await client.post("/v1/chat/completions", json=body, headers=headers)
-        answer.raise_forstatus()
+        answer.raise_for_status()
         data = answer.json()
         return {
             "id": data["id"],
@@ -190,7 +190,7 @@ async def _ask(client: httpx.AsyncClient, body: dict, headers: dict) -> dict:
     async with client.stream(
         "POST", "/v1/chat/completions", json=body, headers=headers
     ) as response:
-        response.raise_forstatus()
+        response.raise_for_status()
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
                 continue
