@@ -1,9 +1,10 @@
 # Each target does its own set-up (environment, packages, model) and is quick the second time.
 #   make demo     everything in one go: serve, learn, compare with a baseline, leave figures
 #   make serve    serve and learn until Ctrl-C          make dashboard   watch it
-#   make test     all tests                             make check       lint, types, imports
-#   make bench    an update's time beside the machine's limit and a plain version (docs/benchmarks.md)
+#   make test     the tests                             make check       lint, types, imports
+#   make bench    update, growth, serving, loop: about an hour on two cores (docs/benchmarks.md)
 #   make chaos    kill processes of a served endpoint N times (N=40 SEED=0) and audit its store
+#   make mutation each deliberate fault in the mathematics must make a test fail
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +19,7 @@ TORCH_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepare demo serve dashboard test chaos check format bench clean distclean
+.PHONY: help setup prepare demo serve dashboard test chaos mutation check format bench clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -55,10 +56,25 @@ test: setup
 N ?= 40
 SEED ?= 0
 chaos: setup
-	CHAOS_KILLS=$(N) CHAOS_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos -q -s $(ARGS)
+	CHAOS_KILLS=$(N) CHAOS_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos -m "" -q -s $(ARGS)
 
-bench: prepare
-	$(BIN)/python benchmarks/update.py $(ARGS)
+mutation: setup
+	$(BIN)/python -m pytest tests/mutation -m "" -q $(ARGS)
+
+# TRL, which an update is compared with, in an environment of its own.
+TRL := .venv-trl
+$(TRL)/.installed:
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/pip install --quiet $(TORCH_INDEX) torch==2.13.0 trl
+	@touch $@
+
+RESULTS ?= benchmarks/results
+bench: prepare $(TRL)/.installed
+	mkdir -p $(RESULTS)
+	$(BIN)/python benchmarks/update.py --trl-python $(TRL)/bin/python --json $(RESULTS)/update.json
+	$(BIN)/python benchmarks/growth.py --out $(RESULTS)/growth.json
+	$(BIN)/python benchmarks/serving.py --out $(RESULTS)/serving.json
+	$(BIN)/python benchmarks/loop.py --out $(RESULTS)/loop.json
 
 check: setup
 	$(BIN)/ruff check .
@@ -75,4 +91,4 @@ clean:
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(TRL)

@@ -19,21 +19,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 import httpx
 import numpy as np
-from servers import free_port, status
+from servers import free_port, running
 
 from online_sao.config import Config
 from online_sao.engine.settings import engine_environment
@@ -42,7 +37,6 @@ from online_sao.progress import make_progress
 from online_sao.service.engine import server_arguments
 from online_sao.writing import build_messages, load_topics, topic_stream
 
-READY_S = 300
 MAX_TOKENS = 56
 CALM_S = 1.5  # vLLM's own processes poll for a second after the last request
 CONCURRENCIES = (1, 8, 16)
@@ -80,8 +74,8 @@ def measure(config: Config, model: str, folder: Path, args: argparse.Namespace) 
     name = config.served_name
     report: dict = {"rounds": args.rounds, "requests": args.requests, "runs": []}
     with (
-        _running(plain, folder / "plain.log", f"{urls[PLAIN]}/health", engine_environment(config)),
-        _running(ours, folder / "ours.log", f"{urls[PAUSED]}/ready", {}),
+        running(plain, folder / "plain.log", f"{urls[PLAIN]}/health", engine_environment(config)),
+        running(ours, folder / "ours.log", f"{urls[PAUSED]}/ready", {}),
         make_progress() as bar,
     ):
         client = httpx.Client(base_url=urls[PAUSED], timeout=60)
@@ -308,34 +302,6 @@ def _until_trained(client: httpx.Client, timeout_s: float = 600) -> None:
             return
         time.sleep(0.2)
     raise SystemExit("the learner does not catch up")
-
-
-@contextmanager
-def _running(
-    command: list[str], log: Path, ready: str, environment: dict[str, str]
-) -> Iterator[None]:
-    """A server in a process group of its own; ended, with all its children, on the way out."""
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command,
-            stdout=stream,
-            stderr=stream,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-    try:
-        deadline = time.monotonic() + READY_S
-        while status(ready) != 200:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{command[0]} did not start:\n{log.read_text()[-3000:]}")
-            time.sleep(0.5)
-        yield
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

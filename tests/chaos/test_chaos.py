@@ -33,7 +33,11 @@ TRAFFIC_S = (0.5, 5.0)  # between recovery and the next kill
 CLIENTS = 3
 PAUSE_S = 0.1  # of each client after an answer: more than the learner takes up is only backlog
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + KILLS * (RECOVERY_S + 10))]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.long,
+    pytest.mark.timeout(600 + KILLS * (RECOVERY_S + 10)),
+]
 
 # What each process is called in its command line. `everything` is the driver and all below it.
 TARGETS = {

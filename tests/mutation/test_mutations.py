@@ -17,6 +17,7 @@ def run(*arguments):
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)  # minutes on two cores: a pytest run for each fault
 def test_every_fault_is_caught():
     result = run()

@@ -20,7 +20,7 @@ def by_session(tiny_model, tmp_path_factory):
     settings = (
         *TINY_SETTINGS,
         "learner.credit=session",
-        "service.session_idle_s=30",
+        "service.session_idle_s=15",
         f'service.cors_origins=["{PAGE}"]',
     )
     served = ServedEndpoint(tiny_model, tmp_path_factory.mktemp("run") / "s", *settings)
