@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -91,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--presets", nargs="+", choices=list(PRESETS), help="instead of --preset")
     train.add_argument("--seeds", nargs="+", type=int, help="instead of --seed")
     train.add_argument("--lag", type=int, default=4, help="requests per generation (default 4)")
+    train.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs at a time, each on its share of the cores (default 1)",
+    )
     train.add_argument("--phase-rollouts", type=int, metavar="N")
     train.add_argument("--heldout-every", type=int, metavar="N")
     train.add_argument("--heldout-answers", type=int, metavar="N")
@@ -256,6 +262,7 @@ def _train(args: argparse.Namespace) -> None:
     from pathlib import Path
 
     from online_sao.scenario import load_scenario
+    from online_sao.sweep import PlannedRun, sweep
 
     presets = args.presets or [args.preset or "sao"]
     seeds = args.seeds or [args.seed if args.seed is not None else 0]
@@ -264,67 +271,14 @@ def _train(args: argparse.Namespace) -> None:
         heldout_every=args.heldout_every,
         heldout_answers=args.heldout_answers,
     )
-    for preset in presets:
-        for seed in seeds:
-            folder = Path(args.out) / f"{preset}-seed{seed}"
+    runs = []
+    for seed in seeds:  # outer: what is compared with one another is finished together
+        for preset in presets:
             args.preset, args.seed = preset, seed
             config = load_config(args, scenario.settings)
-            # vLLM and the learner keep their memory until their process ends.
-            _in_child(_train_one, config, scenario.replace(seed=seed), folder, args.lag)
-
-
-def _train_one(config: Config, scenario: Any, folder: Any, lag: int) -> None:
-    import warnings
-
-    warnings.simplefilter("ignore", FutureWarning)  # of the libraries, about one another
-    from online_sao.offline import OfflineRunner, is_finished
-    from online_sao.progress import make_progress
-
-    if is_finished(config, scenario, folder, lag):
-        _say(f"{folder}: finished earlier")
-        return
-    with make_progress() as bar:
-        task = bar.add_task(f"{folder.name}: loading", total=None)
-
-        def on_progress(done: int, total: int, what: str) -> None:
-            bar.update(task, description=f"{folder.name}: {what}", completed=done, total=total)
-
-        OfflineRunner(config, scenario, folder, lag).run(on_progress)
-    _say(f"{folder}: done")
-
-
-def _in_child(function: Any, *arguments: Any) -> None:
-    """Run `function` in a process of its own; its errors become ours."""
-    import multiprocessing
-
-    context = multiprocessing.get_context("spawn")
-    # daemon: whatever ends us ends it.
-    child = context.Process(target=_guarded, args=(function, *arguments), daemon=True)
-    child.start()
-    assert child.pid is not None
-    try:
-        child.join()
-    except KeyboardInterrupt:
-        # A terminal's Ctrl-C reaches both; a SIGTERM only us. It writes what it has.
-        if child.is_alive():
-            os.kill(child.pid, signal.SIGINT)
-        child.join()
-        raise
-    if child.exitcode == 130:
-        raise KeyboardInterrupt
-    if child.exitcode:
-        raise OnlineSAOError(f"The run ended with exit code {child.exitcode}; see above.")
-
-
-def _guarded(function: Any, *arguments: Any) -> None:
-    _leave_by_one_door()
-    try:
-        function(*arguments)
-    except OnlineSAOError as error:
-        print(f"online-sao: {error}", file=sys.stderr)
-        sys.exit(EXIT_ERROR)
-    except KeyboardInterrupt:
-        sys.exit(130)
+            folder = Path(args.out) / f"{preset}-seed{seed}"
+            runs.append(PlannedRun(config, scenario.replace(seed=seed), folder, args.lag))
+    sweep(runs, args.jobs, _say)
 
 
 def _doctor(args: argparse.Namespace) -> int:

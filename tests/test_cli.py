@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +80,15 @@ def test_an_unknown_preset_lists_the_known_ones():
 
 def test_train_refuses_a_missing_scenario():
     assert "no scenario file" in complaint(run("train", "--scenario", "missing.toml"))
+
+
+def test_train_refuses_more_runs_at_once_than_cores():
+    definition = Path(__file__).parents[1] / "scenarios" / "preference_shift.toml"
+    too_many = len(os.sched_getaffinity(0)) + 1
+    seeds = [str(seed) for seed in range(too_many)]
+    for jobs in (0, too_many):
+        arguments = ["train", "--scenario", str(definition), "--seeds", *seeds, "--jobs", str(jobs)]
+        assert "cores" in complaint(run(*arguments))
 
 
 @pytest.mark.parametrize("command", [[], ["prepare"], ["serve"], ["train"], ["dashboard"]])
