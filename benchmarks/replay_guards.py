@@ -49,6 +49,9 @@ def main() -> None:
                     known = extremes.get(guard.name, value)
                     extremes[guard.name] = (max if guard.is_upper else min)(known, value)
         if fired is not None:
+            known = extremes.get(fired.guard.name, fired.value)  # the window is empty again
+            nearer = max if fired.guard.is_upper else min
+            extremes[fired.guard.name] = nearer(known, fired.value)
             firings.append(f"after version {fired.good_version + 1}: {fired.describe()}")
     print(f"{args.store}: {num_rollouts} trained rollouts")
     print(f"{'guard':<20} {'nearest':>9} {'bound':>7}")

@@ -3,9 +3,9 @@
     python benchmarks/soak.py [--requests 2000] [--out soak.json]
 
 Starts `online-sao serve` as a user does, on 127.0.0.1, asks, and samples the resident memory of
-each process and what lies in /dev/shm every `--every` requests. Prints, per process, the first
-and last sample and the slope by least squares over the second half: what a start-up needs is
-behind it then.
+each process and what lies in /dev/shm every `--every` requests; no more than that many answers wait
+to be learned from, so that learning keeps step. Prints, per process, the first and last sample
+and the slope by least squares over the second half: what a start-up needs is behind it then.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from tiny import make_tiny_model  # noqa: E402
 
+from online_sao.progress import make_progress  # noqa: E402
+
 CONCURRENCY = 8
 READY_S = 300
 SETTINGS = (
@@ -41,6 +43,7 @@ SETTINGS = (
     "learner.value_pretraining_rollouts=4",
     "learner.max_policy_lag=100000",
     "learner.checkpoint_every=200",
+    "guards.action=warn",  # a model of random weights learns to stop at once, and that is noticed
 )
 MIB = 2**20
 
@@ -84,28 +87,35 @@ def soak(folder: Path, num_requests: int, every: int, limit_s: float) -> dict:
             }
             return client.post("/v1/chat/completions", json=body).status_code
 
-        with ThreadPoolExecutor(CONCURRENCY) as pool:
+        def queue() -> dict[str, int]:
+            learning = client.get("/v1/learning").json()
+            if learning["paused"]:
+                raise SystemExit(f"learning was paused: {learning['pause_reason']}")
+            return learning["queue"]
+
+        def waiting() -> int:
+            states = queue()
+            return sum(states.get(state, 0) for state in ("pending", "rewarded", "claimed"))
+
+        def is_late() -> bool:
+            return time.monotonic() - started > limit_s
+
+        with ThreadPoolExecutor(CONCURRENCY) as pool, make_progress() as bar:
+            task = bar.add_task("soak", total=num_requests)
             for start in range(0, num_requests, every):
-                if time.monotonic() - started > limit_s:
+                if is_late():
                     break
                 numbers = range(start, min(start + every, num_requests))
                 statuses += pool.map(ask, numbers)
+                _wait(lambda: waiting() <= every or is_late(), limit_s, serve, folder / "log")
                 samples.append(_sample(serve.pid, len(statuses)))
-        seconds = time.monotonic() - started
-
-        def trained() -> int:
-            return client.get("/v1/learning").json()["queue"]["trained"]
-
-        def is_over() -> bool:
-            return trained() >= statuses.count(200) or time.monotonic() - started > limit_s
-
-        _wait(is_over, limit_s + 60, serve, folder / "log")
+                bar.update(task, completed=len(statuses))
+        _wait(lambda: not waiting() or is_late(), limit_s + 60, serve, folder / "log")
         return {
             "requests": len(statuses),
             "answered": statuses.count(200),
-            "trained": trained(),
-            "seconds": seconds,
-            "seconds_until_trained": time.monotonic() - started,
+            "states": queue(),
+            "seconds": time.monotonic() - started,
             "samples": samples,
         }
     finally:
@@ -115,10 +125,9 @@ def soak(folder: Path, num_requests: int, every: int, limit_s: float) -> dict:
 
 
 def print_report(report: dict) -> None:
-    print(
-        f"{report['answered']} of {report['requests']} answered in {report['seconds']:.0f} s, "
-        f"{report['trained']} trained after {report['seconds_until_trained']:.0f} s"
-    )
+    states = ", ".join(f"{count} {state}" for state, count in report["states"].items() if count)
+    answered = f"{report['answered']} of {report['requests']} answered"
+    print(f"{answered} in {report['seconds']:.0f} s: {states}")
     print(f"{'process':<28} {'first MiB':>9} {'last MiB':>9} {'MiB / 1000 requests':>20}")
     samples = report["samples"]
     names = [n for n in samples[-1]["mib"] if all(n in s["mib"] for s in samples)]

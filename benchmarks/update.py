@@ -124,8 +124,8 @@ def make_plain(options: argparse.Namespace) -> Step:
             chosen = logprobs.gather(-1, actions[..., None])[..., 0]
             ratio = (chosen - behavior).exp()
             kept = ((ratio > 0.7) & (ratio < 6)).float()
-            kl = (logprobs.exp() * (logprobs - reference)).sum(-1)
-            loss = (-(ratio * kept * advantages) + 0.2 * kl).mean()
+            kl = (reference.exp() * (reference - logprobs)).sum(-1)
+            loss = (-(ratio * kept * advantages) + 0.1 * kl).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

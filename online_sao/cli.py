@@ -81,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
         help="run a scenario offline, over presets and seeds",
         description="Generate, judge and update in one process, without HTTP: the same learner, "
         "judge and scenarios as the service. Give several presets and seeds for a sweep; what "
-        "is finished is not run again, what was interrupted goes on.",
+        "is finished is not run again, what was interrupted goes on. What the settings say of the "
+        "service (queue order, policy lag, credit, publishing, engine threads) plays no part.",
         epilog="Example: online-sao train --scenario scenarios/preference_shift.toml "
         "--presets sao running_mean --seeds 0 1 2 --lag 4, then python scenarios/compare.py DIR",
     )
@@ -99,7 +100,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--phase-rollouts", type=int, metavar="N")
     train.add_argument("--heldout-every", type=int, metavar="N")
-    train.add_argument("--heldout-answers", type=int, metavar="N")
+    train.add_argument(
+        "--heldout-answers", type=int, metavar="N", help="held-out answers per evaluation"
+    )
+    train.add_argument(
+        "--final-answers",
+        type=int,
+        metavar="N",
+        help="held-out answers at each phase's end (default: --heldout-answers if given)",
+    )
     train.add_argument("--out", default="runs/offline", metavar="DIR")
     train.set_defaults(run=_train)
 
@@ -264,20 +273,21 @@ def _train(args: argparse.Namespace) -> None:
     from online_sao.scenario import load_scenario
     from online_sao.sweep import PlannedRun, sweep
 
-    presets = args.presets or [args.preset or "sao"]
-    seeds = args.seeds or [args.seed if args.seed is not None else 0]
+    presets, seeds = args.presets or [args.preset], args.seeds or [args.seed]
     scenario = load_scenario(args.scenario).replace(
         phase_rollouts=args.phase_rollouts,
         heldout_every=args.heldout_every,
         heldout_answers=args.heldout_answers,
+        final_answers=args.final_answers or args.heldout_answers,
     )
     runs = []
     for seed in seeds:  # outer: what is compared with one another is finished together
         for preset in presets:
             args.preset, args.seed = preset, seed
             config = load_config(args, scenario.settings)
-            folder = Path(args.out) / f"{preset}-seed{seed}"
-            runs.append(PlannedRun(config, scenario.replace(seed=seed), folder, args.lag))
+            learner = config.learner  # preset and seed may be the config file's
+            folder = Path(args.out) / f"{learner.preset}-seed{learner.seed}"
+            runs.append(PlannedRun(config, scenario.replace(seed=learner.seed), folder, args.lag))
     sweep(runs, args.jobs, _say)
 
 

@@ -14,7 +14,14 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from online_sao.errors import ConfigError
 
@@ -52,7 +59,7 @@ class EngineConfig(_Section):
     max_num_seqs: int = Field(32, ge=1)
     """Requests that are generated at the same time."""
     kv_cache_gib: float = Field(1.0, gt=0)
-    """Memory for the key-value cache (CPU), GiB."""
+    """Memory for the key-value cache (CPU), GiB; vLLM takes whole ones, at least 1."""
     threads: int | None = Field(None, ge=1)
     """OpenMP threads of the engine; default: all cores but one."""
     gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
@@ -66,11 +73,12 @@ class EngineConfig(_Section):
     gpu_share: float = Field(0.5, gt=0)
     """Ray GPUs of a replica (CUDA only); with the learner's share 1 in all, both share one."""
     update_deadline_s: float = Field(60.0, gt=0)
-    """A replica that has not loaded new weights by then is marked unhealthy."""
+    """For so long a publish waits for a replica that loads the version before; then it is reported
+    as not served everywhere, and the next is tried."""
 
 
 class LearnerConfig(_Section):
-    """The algorithm (DESIGN.md section 4; docs/algorithm.md). Defaults are SAO's."""
+    """The algorithm (docs/algorithm.md). Defaults are SAO's."""
 
     preset: str = "sao"
     """Name of the preset this started from (see PRESETS)."""
@@ -121,7 +129,7 @@ class LearnerConfig(_Section):
     """The anchor is KL(start || policy), or KL(policy || start). The pull of the first does not
     fade where the policy has come to do one thing only. Ours."""
     surprise_coef: float = Field(0.0, ge=0)
-    """Added to kl_coef times the critic's surprise (LEARNING.md section 5). Ours."""
+    """Added to kl_coef times the critic's surprise (docs/algorithm.md). Ours."""
     surprise_rate: float = Field(0.2, gt=0, le=1)
     """Rate of the moving average of the critic's surprise, per rollout."""
     entropy_coef: float = Field(0.0, ge=0)
@@ -145,7 +153,8 @@ class LearnerConfig(_Section):
     adam_betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip_quantile: float | None = Field(None, gt=0, le=1)
-    """Clip gradient norms at this quantile of the past 128 updates; None: no clip."""
+    """Clip gradient norms at this quantile of those of the last `window` steps (the critic makes K
+    of them per update); None: no clip."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Arithmetic of forward and backward; masters and optimiser state are float32."""
     threads: int | None = Field(None, ge=1)
@@ -287,13 +296,16 @@ class ServiceConfig(_Section):
     run_dir: str | None = None
     """Folder of this endpoint's state; default: ONLINE_SAO_HOME/runs/default."""
     topics: str | None = "writing"
-    """Prompts for value pretraining: a shipped topic set or a TOML file; None: live rollouts."""
+    """Prompts for value pretraining and probes: a shipped topic set or a TOML file. "none": the
+    first live rollouts are taken for value pretraining, and there are no probes."""
+    start_timeout_s: float = Field(900.0, gt=0)
+    """Within which a start must be ready: engine and learner loading, value pretraining."""
     max_ongoing_requests: int = Field(1024, ge=1)
     """Requests in a replica beyond which the answer is 429."""
     max_body_bytes: int = Field(1 << 20, ge=1024)
     max_choices: int = Field(64, ge=1)
     """Answers that one request may ask for (`n` times its prompts); beyond it the answer is 400."""
-    min_trainable_temperature: float = Field(0.3, ge=0)
+    min_trainable_temperature: float = Field(0.3, gt=0)
     reward_source: Literal["judge", "feedback", "feedback_then_judge"] = "judge"
     feedback_wait_s: float = Field(30.0, ge=0)
     """feedback_then_judge: how long an answer waits for feedback before it is judged."""
@@ -311,6 +323,12 @@ class ServiceConfig(_Section):
     """A log file that grows beyond this is renamed; three old ones are kept."""
     body_timeout_s: float = Field(30.0, gt=0)
     """A request whose body has not arrived by then is answered 408."""
+
+    @field_validator("topics")
+    @classmethod
+    def _none_in_words(cls, value: str | None) -> str | None:
+        """TOML has no null."""
+        return None if value in ("none", "None", "") else value
 
 
 class Config(_Section):
@@ -355,9 +373,11 @@ class Config(_Section):
         learner = data.setdefault("learner", {})
         if not isinstance(learner, dict):
             raise ConfigError("learner must be a table: write [learner] above its settings.")
+        overrides = dict(overrides or {})
         name = preset if preset is not None else learner.get("preset", "sao")
+        name = overrides.pop("learner.preset", name)
         data["learner"] = {**preset_settings(name), **learner, "preset": name}
-        for key, value in (overrides or {}).items():
+        for key, value in overrides.items():
             section, _, setting = key.partition(".")
             if not setting:
                 raise ConfigError(f"'{key}' must be written section.setting, as learner.seed.")

@@ -36,7 +36,7 @@ from online_sao.learner.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from online_sao.learner.learner import Learner, UpdateResult
+from online_sao.learner.learner import Learner, UpdateResult, choose_device
 from online_sao.learner.loop import make_run
 from online_sao.prepare import model_hash, resolve_model
 from online_sao.scenario import (
@@ -100,12 +100,14 @@ def is_finished(config: Config, scenario: Scenario, folder: Path, lag: int) -> b
     run = make_run(config, model_hash(resolve_model(config.model.name)))
     wanted = {
         "settings": run.id,
+        "judge": judge_identity(config),
         "definition": scenario.model_dump(mode="json", by_alias=True),
         "lag": max(1, lag) - 1,
         "code": method_version(),
     }
     found = {
         "settings": summary.get("run_id"),
+        "judge": summary.get("judge"),
         "definition": summary.get("definition"),
         "lag": summary.get("lag"),
         "code": summary.get("method_version"),
@@ -117,6 +119,14 @@ def is_finished(config: Config, scenario: Scenario, folder: Path, lag: int) -> b
             "another folder with --out, or remove it."
         )
     return True
+
+
+def judge_identity(config: Config) -> dict[str, Any]:
+    """The settings on which a verdict depends."""
+    judge = config.judge
+    return judge.model_dump(
+        mode="json", include={"model", "preferences", "votes", "flip_probability"}
+    )
 
 
 class OfflineRunner:
@@ -133,6 +143,7 @@ class OfflineRunner:
         self._method_version = method_version()
         self._rows: list[dict[str, Any]] = []
         self._heldout: list[dict[str, Any]] = []
+        self._answered = itertools.count()
         self._evaluations = 0
         self._version = 0
         self._earlier_s = 0.0
@@ -146,7 +157,7 @@ class OfflineRunner:
         self._weights_dir = process_folder()
         # The engine first: it measures how much memory is free for its cache.
         self._engine = OfflineEngine(config, model, self._weights_dir)
-        self._learner = Learner(config.learner, model)
+        self._learner = Learner(config.learner, model, choose_device(config.model.device))
         self._dtype = getattr(torch, config.engine.dtype)
         self._published = 0
 
@@ -206,7 +217,9 @@ class OfflineRunner:
         """
         for request, rollouts in self._answer(batch):
             for rollout in rollouts:
-                entry = (request.position + request.delay, len(held_back), request, rollout)
+                # The number decides between two that arrive together: first come, first out.
+                number = next(self._answered)
+                entry = (request.position + request.delay, number, request, rollout)
                 heapq.heappush(held_back, entry)
         ready = []
         while held_back and (is_last or held_back[0][0] <= batch[-1].position):
@@ -363,22 +376,22 @@ class OfflineRunner:
     def _resume_or_start(self, total: int, on_progress: OnProgress) -> None:
         journal, self._journal = self._journal, None
         if journal is not None:
-            for _, path in list_checkpoints(self._folder / CHECKPOINTS):
-                try:
-                    self._version = load_checkpoint(path, self._learner)
-                    break
-                except CheckpointError:
-                    continue
-            if self._version == journal["version"]:
-                self._rows, self._heldout = journal["rows"], journal["heldout"]
-                self._evaluations = journal["evaluations"]
-                self._earlier_s = journal["elapsed_s"]
-                self._publish()
-                return
-            raise ScenarioError(
-                f"{self._folder} holds an interrupted run whose checkpoint is lost; "
-                "remove the folder to start over."
-            )
+            # Not just the newest: a stop between checkpoint and journal leaves one too many.
+            path = dict(list_checkpoints(self._folder / CHECKPOINTS)).get(journal["version"])
+            try:
+                if path is None:
+                    raise CheckpointError("there is none")
+                self._version = load_checkpoint(path, self._learner)
+            except CheckpointError as error:
+                raise ScenarioError(
+                    f"{self._folder} holds an interrupted run whose checkpoint of version "
+                    f"{journal['version']} is lost ({error}); remove the folder to start over."
+                ) from None
+            self._rows, self._heldout = journal["rows"], journal["heldout"]
+            self._evaluations = journal["evaluations"]
+            self._earlier_s = journal["elapsed_s"]
+            self._publish()
+            return
         self._pretrain(total, on_progress)
 
     def _pretrain(self, total: int, on_progress: OnProgress) -> None:
@@ -413,6 +426,7 @@ class OfflineRunner:
     def _identity(self) -> dict[str, Any]:
         return {
             "run_id": self._run.id,
+            "judge": judge_identity(self._config),
             "lag": self._batch,
             "method_version": self._method_version,
             "definition": self._scenario.model_dump(mode="json", by_alias=True),
@@ -460,6 +474,7 @@ class OfflineRunner:
             complete=complete,
             source="offline",
             run_id=self._run.id,
+            judge=judge_identity(self._config),
             lag=self._batch - 1,
             method_version=self._method_version,
         )

@@ -18,6 +18,7 @@ import io
 import itertools
 import json
 import math
+import os
 import random
 import tomllib
 from collections import Counter
@@ -626,12 +627,16 @@ def write_results(
         **summarize(rows, scenario, heldout),
         "definition": scenario.model_dump(mode="json", by_alias=True),
     }
-    table = _to_csv(rows, ROLLOUT_COLUMNS).encode()
-    (folder / "rollouts.csv.gz").write_bytes(gzip.compress(table, mtime=0))
-    (folder / "heldout.csv").write_text(_to_csv(heldout, HELDOUT_COLUMNS), "utf-8", newline="")
-    (folder / "answers.md").write_text(_answers(scenario, heldout, preset), "utf-8")
-    text = json.dumps(summary, indent=2, ensure_ascii=False)
-    (folder / "summary.json").write_text(text + "\n", "utf-8")
+    files = {
+        "rollouts.csv.gz": gzip.compress(_to_csv(rows, ROLLOUT_COLUMNS).encode(), mtime=0),
+        "heldout.csv": _to_csv(heldout, HELDOUT_COLUMNS).encode(),
+        "answers.md": _answers(scenario, heldout, preset).encode(),
+        "summary.json": (json.dumps(summary, indent=2, ensure_ascii=False) + "\n").encode(),
+    }
+    for name, data in files.items():  # each whole or not at all, whatever stops us
+        partial = folder / f".{name}.partial"
+        partial.write_bytes(data)
+        os.replace(partial, folder / name)
     return summary
 
 

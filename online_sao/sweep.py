@@ -116,10 +116,17 @@ def _follow(child: _Child, bar: Any) -> bool:
     return True
 
 
+def _interrupt_once(*_: object) -> None:
+    """A terminal and our parent may both say it; the second must not cut what is written."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def _run(planned: PlannedRun, cores: list[int], reports: Connection) -> None:
     """In the child."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _interrupt_once)
+    signal.signal(signal.SIGTERM, _interrupt_once)
     os.sched_setaffinity(0, cores)  # before torch and vllm count them
     warnings.simplefilter("ignore", FutureWarning)  # of the libraries, about one another
     try:

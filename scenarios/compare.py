@@ -29,6 +29,8 @@ from online_sao.errors import OnlineSAOError, ScenarioError
 from online_sao.scenario import Results, read_results
 
 NEVER = math.inf
+MADE_ALIKE = {"method_version": "code", "lag": "lag", "judge": "judge"}
+"""What all runs of a comparison must share (of their summaries)."""
 
 
 def collect(places: Sequence[Path], scenario: str | None = None) -> dict[str, list[Results]]:
@@ -62,6 +64,12 @@ def collect(places: Sequence[Path], scenario: str | None = None) -> dict[str, li
                 f"{results.folder} and {first.folder} differ in their phases; compare runs of one "
                 "definition and length."
             )
+        for name, what in MADE_ALIKE.items():
+            if results.summary.get(name) != first.summary.get(name):
+                raise ScenarioError(
+                    f"{results.folder} and {first.folder} were made with another {what}; run "
+                    "one of them anew."
+                )
         group = runs.setdefault(results.preset, [])
         if any(other.seed == results.seed for other in group):
             raise ScenarioError(

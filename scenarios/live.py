@@ -62,7 +62,7 @@ RETRIED = frozenset({429, 502, 503, 504})
 
 
 class Endpoint:
-    """The routes of DESIGN.md section 5 that a scenario needs. Errors are ScenarioErrors."""
+    """The routes (docs/http.md) that a scenario needs. Errors are ScenarioErrors."""
 
     def __init__(
         self, url: str, api_key: str | None, admin_key: str | None, patience_s: float

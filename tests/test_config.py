@@ -338,3 +338,15 @@ class TestPresets:
     def test_settings_are_a_copy(self):
         preset_settings("vapo")["eps_low"] = 9
         assert PRESETS["vapo"]["eps_low"] == 0.2
+
+
+def test_a_preset_among_the_overrides_is_the_preset():
+    config = Config.load(overrides={"learner.preset": "running_mean"})
+    assert (config.learner.preset, config.learner.advantage) == ("running_mean", "running_mean")
+    with pytest.raises(ConfigError, match="Unknown preset 'nonsense'"):
+        Config.load(overrides={"learner.preset": "nonsense"})
+
+
+def test_no_topics_in_words():
+    assert Config.load(overrides={"service.topics": "none"}).service.topics is None
+    assert Config.load().service.topics == "writing"

@@ -1,6 +1,8 @@
 """The offline runner with the real engine: the same numbers twice, and going on after a stop."""
 
+import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from online_sao.config import Config
 from online_sao.errors import ScenarioError
 from online_sao.learner.loop import make_run
 from online_sao.prepare import model_hash
-from online_sao.scenario import load_scenario, read_results, write_results
+from online_sao.scenario import Request, load_scenario, read_results, write_results
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -159,6 +161,7 @@ def test_a_finished_run_is_taken_only_for_what_it_is(tiny_model, scenario, tmp_p
     assert not offline.is_finished(config, definition, folder, 4)
     about = {
         "run_id": make_run(config, model_hash(str(tiny_model))).id,
+        "judge": offline.judge_identity(config),
         "lag": 3,
         "method_version": offline.method_version(),
     }
@@ -167,8 +170,10 @@ def test_a_finished_run_is_taken_only_for_what_it_is(tiny_model, scenario, tmp_p
     write_results(folder, definition, [], [], preset="sao", complete=True, **about)
     assert offline.is_finished(config, definition, folder, 4)
     other = Config.load(overrides=overrides | {"learner.kl_coef": 0.3})
+    elsewhere = Config.load(overrides=overrides | {"judge.model": "zai/glm-4.7"})
     for arguments, what in (
         ((other, definition, folder, 4), "another settings"),
+        ((elsewhere, definition, folder, 4), "another judge"),
         ((config, definition.replace(phase_rollouts=3), folder, 4), "another definition"),
         ((config, definition, folder, 1), "another lag"),
     ):
@@ -177,6 +182,30 @@ def test_a_finished_run_is_taken_only_for_what_it_is(tiny_model, scenario, tmp_p
     monkeypatch.setattr(offline, "method_version", lambda: "changed")
     with pytest.raises(ScenarioError, match="another code"):
         offline.is_finished(config, definition, folder, 4)
+
+
+@pytest.mark.parametrize("lag", [1, 4])
+def test_rewards_that_come_late_come_in_order_of_arrival(lag):
+    runner = object.__new__(offline.OfflineRunner)
+    runner._answered = itertools.count()
+    runner._answer = lambda batch: [(request, [request.position]) for request in batch]
+    delays = random.Random(0)
+    requests = [
+        Request(0, position, "tea", [], "cute", ("cute",), seed=0, delay=delays.randint(1, 5))
+        for position in range(200)
+    ]
+    held_back, arrived = [], []
+    for start in range(0, len(requests), lag):
+        batch = requests[start : start + lag]
+        ready = runner._ready(batch, held_back, is_last=batch[-1] is requests[-1])
+        now = batch[-1].position
+        if batch[-1] is not requests[-1]:
+            assert all(request.position + request.delay <= now for request, _ in ready)
+        keys = [(request.position + request.delay, request.position) for request, _ in ready]
+        assert keys == sorted(keys)
+        arrived += [position for _, position in ready]
+    assert sorted(arrived) == list(range(200))
+    assert arrived != sorted(arrived)
 
 
 def test_the_method_is_all_that_its_patterns_name():

@@ -39,6 +39,11 @@ class OfflineEngine:
         from online_sao.engine import weight_transfer
 
         weight_transfer.register()
+        from vllm.platforms import current_platform
+
+        memory = {}
+        if not current_platform.is_cpu():  # where its memory is engine.kv_cache_gib
+            memory["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
         self._config = config
         self._weights_dir = weights_dir
         self.weight_version = 0
@@ -54,6 +59,7 @@ class OfflineEngine:
             distributed_executor_backend="uni",
             weight_transfer_config=WeightTransferConfig(backend=weight_transfer.BACKEND),
             disable_log_stats=True,
+            **memory,
         )
         self._llm.init_weight_transfer_engine(WeightTransferInitRequest({}))
 

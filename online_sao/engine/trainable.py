@@ -1,4 +1,4 @@
-"""Which rollouts may be trained on (DESIGN.md section 6): an allow-list, not a block-list.
+"""Which rollouts may be trained on (docs/http.md): an allow-list, not a block-list.
 
 A rollout is trained only if the learner can recompute the distribution that was sampled.
 Pure functions on plain values, testable without vLLM.

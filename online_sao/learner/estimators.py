@@ -194,7 +194,11 @@ class _SPOEstimator:
 
 
 class _GroupEstimator:
-    """GRPO: rewards normalised within the answers to one prompt of the same update."""
+    """GRPO: rewards normalised within the answers to one prompt of the same update.
+
+    Where only one answer of a group has a reward there is nothing to compare it with: its
+    advantage is 0, and it is counted as a first visit.
+    """
 
     first_visits = 0
 
@@ -204,8 +208,11 @@ class _GroupEstimator:
         groups: dict[str, list[int]] = {}
         for row, trajectory in enumerate(batch.trajectories):
             groups.setdefault(prompt_key(trajectory[0]), []).append(row)
+        alone = [rows for rows in groups.values() if len(rows) < 2]
+        self.first_visits = len(alone)
         for rows in groups.values():
-            result[rows] = group_advantages(returns[rows]).to(result.dtype)
+            if len(rows) > 1:
+                result[rows] = group_advantages(returns[rows]).to(result.dtype)
         return broadcast_advantages(result, batch.action_mask)
 
     def observe(self, batch: Batch) -> None:

@@ -14,6 +14,7 @@ whitening and gradient clipping at a constant (both mean nothing for a single ro
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -64,6 +65,29 @@ class UpdateResult:
     importance_ratios: dict[str, FloatArray] = field(default_factory=dict)
 
 
+def _leaves_nothing_behind(
+    update: Callable[..., UpdateResult],
+) -> Callable[..., UpdateResult]:
+    """Gradients are added up: what a failed update leaves would be part of the next."""
+
+    @functools.wraps(update)
+    def guarded(learner: Learner, *args: Any, **kwargs: Any) -> UpdateResult:
+        try:
+            return update(learner, *args, **kwargs)
+        except BaseException:
+            learner._undo()
+            raise
+
+    return guarded
+
+
+def choose_device(setting: str) -> str:
+    """What `model.device` means here: `auto` is a GPU if there is one."""
+    if setting != "auto":
+        return setting
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 class Learner:
     """Policy, critic and everything that an update changes. One process, one thread."""
 
@@ -79,32 +103,36 @@ class Learner:
         self.estimator: Estimator = make_estimator(config, self._current_logprobs)
         self.num_updates = 0
         self.surprise = 0.0
+        self._critic_before: Snapshot | None = None  # during an update that may be undone
         # V at the first token and the return of past rollouts, for explained variance.
         self._window: deque[tuple[float, float]] = deque(maxlen=config.window)
 
     # --- the method
 
+    @_leaves_nothing_behind
     def update(
         self, trajectories: Sequence[Sequence[Rollout]], policy_lag: int = 0
     ) -> UpdateResult:
         """Learn from `trajectories` (each the rollouts of one session, rewarded).
 
         `policy_lag` is only reported. Raises LearnerError for rollouts that cannot be a batch.
+        Whatever is raised before the policy's step leaves all as it was.
         """
         clock = _Clock()
         with clock("batch"):
             batch = make_batch(trajectories, self.device)
-        values, critic_step, critic_norm, critic_before = None, None, 0.0, None
+        values, critic_step, critic_norm, num_critic_steps = None, None, 0.0, 0
         if self.critic is not None:
             with clock("critic"):
                 # With gradient: this forward pass is also the first critic step's.
                 critic_step = self._critic_loss(batch)
                 values = critic_step.values
                 if self.config.value_timing == "after":
-                    critic_before = self.critic.parameters.snapshot()
+                    self._critic_before = self.critic.parameters.snapshot()
                     critic_norm = self._critic_gradient(critic_step)
-                    if not self._critic_steps(batch, critic_step, critic_norm):
-                        return self._refused(batch, "critic", critic_before)
+                    num_critic_steps = self._critic_steps(batch, critic_step, critic_norm)
+                    if num_critic_steps < self.config.critic_updates:
+                        return self._refused(batch, "critic")
                     with torch.no_grad():
                         values = self.critic.values(batch)
         advantages = self.estimator.advantages(batch, values)
@@ -125,7 +153,7 @@ class Learner:
                 icepop_high=self.config.icepop_high,
             )
             if int(metrics["policy/non_finite_tokens"]):
-                return self._refused(batch, "policy", critic_before)
+                return self._refused(batch, "policy")
         with clock("anchor"):
             anchor, anchor_metrics = self._anchor(logits, batch)
         with clock("policy"):
@@ -135,12 +163,13 @@ class Learner:
             with clock("critic"):
                 critic_norm = self._critic_gradient(critic_step)
         if not (math.isfinite(policy_norm) and math.isfinite(critic_norm)):
-            return self._refused(batch, "gradient", critic_before)
+            return self._refused(batch, "gradient")
         with clock("optimizer"):
             self.policy.parameters.step(self.config.policy_lr, policy_norm)
+        self._critic_before = None
         if critic_step is not None and self.config.value_timing == "before":
             with clock("critic"):
-                self._critic_steps(batch, critic_step, gradient_norm=critic_norm)
+                num_critic_steps = self._critic_steps(batch, critic_step, critic_norm)
 
         self.estimator.observe(batch)
         # What the critic expected: V from before it saw these rewards, whatever value_timing.
@@ -163,6 +192,7 @@ class Learner:
                     "policy/entropy": _mean_entropy(logits, batch),
                     "critic/grad_norm": critic_norm if self.critic else None,
                     "critic/lr": critic_lr,
+                    "critic/num_steps": float(num_critic_steps) if self.critic else None,
                     "advantage/mean": advantages[batch.action_mask].mean(),
                     "advantage/abs_mean": advantages[batch.action_mask].abs().mean(),
                     "advantage/first_visits": float(self.estimator.first_visits),
@@ -249,22 +279,19 @@ class Learner:
         step.loss.backward()
         return self.critic.parameters.collect_gradients()
 
-    def _critic_steps(
-        self, batch: Batch, first: _CriticStep, gradient_norm: float | None = None
-    ) -> bool:
-        """K critic steps; `first` is already computed. False if a gradient was not finite."""
+    def _critic_steps(self, batch: Batch, first: _CriticStep, first_norm: float) -> int:
+        """K critic steps, of which the gradient of `first` is computed and collected; how many
+        were taken before one whose gradient was not finite."""
         assert self.critic is not None
-        step, norm = first, gradient_norm
+        norm = first_norm
         for number in range(self.config.critic_updates):
             if number > 0:
-                step, norm = self._critic_loss(batch), None
-            if norm is None:
-                norm = self._critic_gradient(step)
+                norm = self._critic_gradient(self._critic_loss(batch))
             if not math.isfinite(norm):
                 self.critic.parameters.drop_gradients()
-                return False
+                return number
             self.critic.parameters.step(self._critic_lr(), norm)
-        return True
+        return self.config.critic_updates
 
     def _critic_lr(self) -> float:
         """Rises linearly over the first updates after value pretraining."""
@@ -290,19 +317,22 @@ class Learner:
             ),
         }
 
-    def _refused(
-        self, batch: Batch, where: str, critic_before: Snapshot | None = None
-    ) -> UpdateResult:
+    def _refused(self, batch: Batch, where: str) -> UpdateResult:
         """A number was not finite: leave everything as it was, and say so."""
-        self.policy.parameters.drop_gradients()
-        if self.critic is not None:
-            self.critic.parameters.drop_gradients()
-            if critic_before is not None:
-                self.critic.parameters.restore(critic_before)
+        self._undo()
         return UpdateResult(
             applied=False,
             metrics={f"refused/{where}": 1.0, "rollout/reward": float(batch.returns().mean())},
         )
+
+    def _undo(self) -> None:
+        """What an update did before the policy's step: gradients, and steps of the critic."""
+        self.policy.parameters.drop_gradients()
+        if self.critic is not None:
+            self.critic.parameters.drop_gradients()
+            if self._critic_before is not None:
+                self.critic.parameters.restore(self._critic_before)
+        self._critic_before = None
 
     def _current_logprobs(self, rollout: Rollout) -> np.ndarray:
         batch = make_batch([[_with_reward(rollout)]], self.device)

@@ -180,9 +180,11 @@ class LearnerLoop:
         self._store.add_version(
             WeightVersion(self._version, parent=parent, run_id=self._run.id, kind=kind)
         )
-        self._unpublished = kind == "resume" and parent is not None
+        # Engines start with the start weights; but one that outlived the learner before us has
+        # later ones, so after a crash even the start weights are brought to it.
+        self._unpublished = kind == "resume"
         if not self._unpublished:
-            self._published = self._version  # engines start with the start weights
+            self._published = self._version
         return kind
 
     @property
@@ -262,6 +264,8 @@ class LearnerLoop:
 
         def on_step(done: int, total: int) -> None:
             self._pretraining |= {"done": done, "total": total}
+            if self._stop.is_set():
+                raise LearnerError("stopped before value pretraining was done")
 
         metrics = self._learner.pretrain(rollouts, on_step)
         self._pretraining = {
@@ -705,6 +709,8 @@ class LearnerLoop:
         with self._lock:
             wanted, self._requests = self._requests, []
         for work, future in wanted:
+            if not future.set_running_or_notify_cancel():
+                continue  # whoever asked has given up, and was told that nothing was done
             try:
                 future.set_result(work())
             except Exception as error:
@@ -714,7 +720,8 @@ class LearnerLoop:
         with self._lock:
             wanted, self._requests = self._requests, []
         for _, future in wanted:
-            future.set_exception(LearnerError("The learner has ended; start it again."))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(LearnerError("The learner has ended; start it again."))
 
     def _rollback(self, version: int) -> int:
         path = self._checkpoints / f"v{version}"

@@ -53,6 +53,7 @@ class ReplicaState:
     version: int = -1  # newest version it serves
     error: str | None = None
     heard_at: float = 0.0
+    fetched_at: float | None = None  # while it loads what it fetched, it does not ask
 
 
 @ray.remote(num_cpus=0, max_concurrency=1000)
@@ -89,13 +90,14 @@ class WeightBoard:
                 return None
             finally:
                 self._heard(replica)
+        self._heard(replica).fetched_at = time.monotonic()
         return self._current
 
     async def report(self, replica: str, version: int, error: str | None = None) -> None:
         """`replica` serves `version` now, or could not load it because of `error`."""
         async with self._changed:
             state = self._heard(replica)
-            state.error = error
+            state.error, state.fetched_at = error, None
             if error is None:
                 state.version = version
             self._changed.notify_all()
@@ -109,29 +111,36 @@ class WeightBoard:
         """None once every replica in touch serves `version`; otherwise what went wrong."""
 
         def settled() -> bool:
-            return all(r.version >= version or r.error for r in self._in_touch().values())
+            return all(r.version >= version or r.error for r in in_touch().values())
 
-        deadline = time.monotonic() + timeout_s
+        def in_touch() -> dict[str, ReplicaState]:
+            return self._in_touch(began - timeout_s)
+
+        began = time.monotonic()
+        deadline = began + timeout_s
         async with self._changed:
             while not settled():
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    late = [n for n, r in self._in_touch().items() if r.version < version]
+                    late = [n for n, r in in_touch().items() if r.version < version]
                     return f"no answer from {', '.join(late)} within {timeout_s:g} s"
                 # One that is lost wakes nobody: it only falls out of touch.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), min(left, RECHECK_S))
-        errors = [r.error for r in self._in_touch().values() if r.error and r.version < version]
+        errors = [r.error for r in in_touch().values() if r.error and r.version < version]
         return errors[0] if errors else None
-
-    async def replicas(self) -> dict[str, ReplicaState]:
-        return dict(self._replicas)
 
     def _heard(self, replica: str) -> ReplicaState:
         state = self._replicas.setdefault(replica, ReplicaState())
         state.heard_at = time.monotonic()
         return state
 
-    def _in_touch(self) -> dict[str, ReplicaState]:
-        limit = time.monotonic() - HEARD_WITHIN_S
-        return {name: state for name, state in self._replicas.items() if state.heard_at >= limit}
+    def _in_touch(self, fetched_after: float) -> dict[str, ReplicaState]:
+        """Those that asked a moment ago, or are loading what they fetched after that time."""
+        heard_after = time.monotonic() - HEARD_WITHIN_S
+        return {
+            name: state
+            for name, state in self._replicas.items()
+            if state.heard_at >= heard_after
+            or (state.fetched_at is not None and state.fetched_at > fetched_after)
+        }

@@ -17,6 +17,7 @@ from typing import Any
 
 from online_sao.config import Config
 from online_sao.errors import ModelError, StoreError
+from online_sao.service.serve import address
 
 REQUEST_TIMEOUT_S = 60.0
 TEST_FILE_BYTES = 1 << 20  # enough that a full disk shows
@@ -43,16 +44,9 @@ def examine(config: Config, url: str | None = None) -> list[Finding]:
         lambda: check_disk(config),
         lambda: check_store(config),
         lambda: check_judge(config),
-        lambda: check_engine(config, url or address(config)),
+        lambda: check_engine(config, url or address(config.service)),
     ]
     return [check() for check in checks]
-
-
-def address(config: Config) -> str:
-    host = config.service.host
-    if host in ("0.0.0.0", "::"):  # bound to all: this machine is one of them
-        host = "127.0.0.1"
-    return f"http://{f'[{host}]' if ':' in host else host}:{config.service.port}"
 
 
 # --- model

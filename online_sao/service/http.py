@@ -15,6 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from online_sao.config import ServiceConfig
@@ -42,6 +43,30 @@ def error_body(status: int, message: str, kind: str = "invalid_request_error") -
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
+@dataclass(frozen=True)
+class Keys:
+    """SHA-256 of the keys that are asked for; None where none is.
+
+    The driver reads the keys, and only these digests travel: on a cluster that was joined the
+    replica does not have the driver's environment.
+    """
+
+    user: bytes | None
+    admin: bytes | None
+
+    @classmethod
+    def from_environment(cls) -> Keys:
+        return cls(*(_digest(os.environ.get(n)) for n in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE)))
+
+    @property
+    def any(self) -> bool:
+        return self.user is not None or self.admin is not None
+
+
+def _digest(key: str | None) -> bytes | None:
+    return hashlib.sha256(key.encode()).digest() if key else None
+
+
 class Edge:
     """Wraps the app. `limit` bounds requests that generate at the same time."""
 
@@ -52,6 +77,7 @@ class Edge:
         make_context: Callable[..., Any],
         on_answer: Callable[[str, int, float], None] = lambda path, status, seconds: None,
         is_engine_well: Callable[[], bool] = lambda: True,
+        keys: Keys | None = None,
     ) -> None:
         self._app = app
         self._config = config
@@ -59,8 +85,7 @@ class Edge:
         self._on_answer = on_answer
         self._is_engine_well = is_engine_well
         self.ongoing = 0
-        self._api_key = os.environ.get(API_KEY_VARIABLE) or None
-        self._admin_key = os.environ.get(ADMIN_KEY_VARIABLE) or None
+        self._keys = Keys.from_environment() if keys is None else keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -135,7 +160,9 @@ class Edge:
         context = self._make_context(
             response_id=f"{prefix}-{unique}",
             body=parsed,
-            session_id=session_key(_session_id(parsed, headers), headers.get("authorization", "")),
+            session_id=session_key(
+                _session_id(parsed, headers), headers.get("authorization", ""), self._keys
+            ),
             opted_out=headers.get("x-learning", "").lower() == "off",
         )
         # vLLM takes the request's id from this header; the answer's id is the receipt for
@@ -181,20 +208,19 @@ class Edge:
         return wrapped
 
     def _refuse(self, path: str, headers: dict[str, str]) -> tuple[int, str, str] | None:
-        if path in OPEN_PATHS or (self._api_key is None and self._admin_key is None):
+        keys = self._keys
+        if path in OPEN_PATHS or not keys.any:
             return None
-        given = headers.get("authorization", "").removeprefix("Bearer ").encode()
-        is_admin = self._admin_key is not None and hmac.compare_digest(
-            given, self._admin_key.encode()
-        )
-        is_user = self._api_key is not None and hmac.compare_digest(given, self._api_key.encode())
+        given = hashlib.sha256(headers.get("authorization", "").removeprefix("Bearer ").encode())
+        is_admin = keys.admin is not None and hmac.compare_digest(given.digest(), keys.admin)
+        is_user = keys.user is not None and hmac.compare_digest(given.digest(), keys.user)
         kind = "authentication_error"
         if path.startswith(ADMIN_PREFIXES):
-            needed = self._admin_key or self._api_key
-            if not (is_admin or (is_user and needed == self._api_key)):
+            # One key alone opens everything; so does the same for both.
+            if not (is_admin or (is_user and keys.admin in (None, keys.user))):
                 return 401, "This needs the admin key: Authorization: Bearer <key>.", kind
             return None
-        if self._api_key is not None and not (is_user or is_admin):
+        if keys.user is not None and not (is_user or is_admin):
             return 401, "This needs an API key: Authorization: Bearer <key>.", kind
         return None
 
@@ -297,7 +323,7 @@ def _session_id(body: dict[str, Any], headers: dict[str, str]) -> str | None:
     return named
 
 
-def session_key(session_id: str | None, authorization: str) -> str | None:
+def session_key(session_id: str | None, authorization: str, keys: Keys) -> str | None:
     """The name under which a session is kept: clients with different keys share none.
 
     Without keys in force whatever a client sends as one says nothing.
@@ -306,7 +332,7 @@ def session_key(session_id: str | None, authorization: str) -> str | None:
         return None
     if len(session_id) > MAX_SESSION_ID_CHARS:
         session_id = hashlib.sha256(session_id.encode(errors="replace")).hexdigest()
-    if not (os.environ.get(API_KEY_VARIABLE) or os.environ.get(ADMIN_KEY_VARIABLE)):
+    if not keys.any:
         return session_id
     return f"{hashlib.sha256(authorization.encode()).hexdigest()[:12]}:{session_id}"
 

@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,14 @@ from torch import Tensor
 
 from online_sao.config import Config
 from online_sao.engine.weight_file import WeightFile, write_weight_file
-from online_sao.errors import FencedError, OnlineSAOError, WeightUpdateError
-from online_sao.learner.learner import Learner
+from online_sao.errors import (
+    ConfigError,
+    FencedError,
+    OnlineSAOError,
+    StoreError,
+    WeightUpdateError,
+)
+from online_sao.learner.learner import Learner, choose_device
 from online_sao.learner.loop import LearnerLoop, make_run
 from online_sao.service import names
 from online_sao.service.board import Announcement
@@ -31,7 +38,9 @@ log = logging.getLogger(__name__)
 
 CONTROL_THREADS = 16
 PRETRAINING_POLL_S = 0.3
-ROLLBACK_TIMEOUT_S = 120.0
+RESTART_S = 5.0  # after the store or a replica failed while the learner was starting
+ANSWER_TIMEOUT_S = 600.0  # of an answer for value pretraining; they are all asked at once
+REQUEST_TIMEOUT_S = 120.0  # of a rollback or checkpoint
 PROBE_TIMEOUT_S = 600.0  # a round's prompts queue behind those of clients
 
 
@@ -52,6 +61,7 @@ class LearnerActor:
         self._error: str | None = None
         self._loop: LearnerLoop | None = None
         self._publisher: BoardPublisher | None = None
+        self._stopping = threading.Event()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._main, name="learner", daemon=True)
         self._thread.start()
@@ -78,10 +88,10 @@ class LearnerActor:
         self._require_loop().resume()
 
     def rollback(self, version: int) -> int:
-        return self._require_loop().request_rollback(version).result(ROLLBACK_TIMEOUT_S)
+        return _result(self._require_loop().request_rollback(version))
 
     def checkpoint(self) -> int:
-        return self._require_loop().request_checkpoint().result(ROLLBACK_TIMEOUT_S)
+        return _result(self._require_loop().request_checkpoint())
 
     def announce_again(self) -> None:
         if self._publisher is not None:
@@ -89,6 +99,7 @@ class LearnerActor:
 
     def stop(self, timeout_s: float) -> bool:
         """Finish the running update, write a checkpoint, end. False if that took too long."""
+        self._stopping.set()
         if self._loop:
             self._loop.stop()
         return self._done.wait(timeout_s)
@@ -102,72 +113,101 @@ class LearnerActor:
 
     def _main(self) -> None:
         try:
-            config = self._config
-            device = _device(config)
-            learner = Learner(config.learner, self._model, device)
-            store = RolloutStore(config.store_url)
-            publisher = BoardPublisher(self._weights_dir, config.engine.update_deadline_s)
-            self._publisher = publisher
-            run = make_run(config, self._model_hash)
-            loop = LearnerLoop(config, run, learner, store, publisher)
-            loop.start()
-            self._loop = loop
-            if loop.serves_start_weights:
-                publisher.announce_start(loop.version)
-            if loop.needs_pretraining():
-                self._state = "pretraining"
-                self._pretrain(loop, learner, store)
-            self._state = "learning"
-            self._start_probes(loop, store)
-            loop.run()
+            while not self._stopping.is_set():
+                try:
+                    self._learn()
+                    break
+                except FencedError:
+                    raise
+                except (StoreError, ray.exceptions.RayError, TimeoutError) as error:
+                    # What passes must not end serving: the store is down, a replica was lost.
+                    self._loop = None
+                    self._state, self._error = "loading", f"{error} It is tried again."
+                    log.warning("the learner starts again: %s", error)
+                    self._stopping.wait(RESTART_S)
             self._state = "stopped"
         except FencedError as error:
             self._state, self._error = "replaced", str(error)
         except Exception as error:
+            if self._stopping.is_set():  # in the middle of loading or pretraining
+                self._state = "stopped"
+                return
             self._state, self._error = "failed", f"{type(error).__name__}: {error}"
             log.error("the learner failed: %s", traceback.format_exc())
         finally:
             self._done.set()
 
+    def _learn(self) -> None:
+        """From loading to the end of learning."""
+        config = self._config
+        learner = Learner(config.learner, self._model, choose_device(config.model.device))
+        store = RolloutStore(config.store_url)
+        publisher = BoardPublisher(self._weights_dir, config.engine.update_deadline_s)
+        self._publisher = publisher
+        run = make_run(config, self._model_hash)
+        loop = LearnerLoop(config, run, learner, store, publisher)
+        loop.start()
+        self._loop, self._error = loop, None
+        if self._stopping.is_set():
+            loop.stop()
+        if loop.serves_start_weights:
+            publisher.announce_start(loop.version)
+        if loop.needs_pretraining():
+            self._state = "pretraining"
+            self._pretrain(loop, learner, store)
+        self._state = "learning"
+        self._start_probes(loop, store)
+        loop.run()
+
     def _pretrain(self, loop: LearnerLoop, learner: Learner, store: RolloutStore) -> None:
-        """Value pretraining (DESIGN.md section 4), from topics or from the first live rollouts."""
+        """Value pretraining (docs/algorithm.md), from topics or from the first live rollouts."""
         count = self._config.learner.value_pretraining_rollouts
-        if self._config.service.topics is None:
+        prompts = self._pretraining_prompts(store, count)
+        if prompts is None:
             rollouts = self._first_live_rollouts(loop, store, count)
         else:
-            rollouts = self._generated_rollouts(loop, store, count)
+            rollouts = self._generated_rollouts(loop, store, prompts)
         if rollouts:
             metrics = loop.pretrain(rollouts)
             store.add_event("value_pretraining", dict(metrics), loop.version)
 
-    def _generated_rollouts(
-        self, loop: LearnerLoop, store: RolloutStore, count: int
-    ) -> Sequence[Rollout]:
-        """Judged rollouts of the start policy on training topics, asked of the engine itself."""
-        from ray import serve
-
+    def _pretraining_prompts(self, store: RolloutStore, count: int) -> list[Messages] | None:
+        """On training topics, under the pool in force; None where there are none for it."""
         from online_sao.writing import load_topics, pretraining_prompts
 
-        config = self._config
-        assert config.service.topics is not None
+        topics, preference = self._config.service.topics, store.preference()
+        pool = preference.pool if preference else self._config.preference.pool
+        if topics is None:
+            return None
+        try:
+            return pretraining_prompts(
+                pool, count, self._config.learner.seed, topics=load_topics(topics)
+            )
+        except ConfigError as error:  # a preference of other styles was set over HTTP
+            log.warning("value pretraining takes the first live rollouts: %s", error)
+            return None
+
+    def _generated_rollouts(
+        self, loop: LearnerLoop, store: RolloutStore, prompts: Sequence[Messages]
+    ) -> Sequence[Rollout]:
+        """Judged rollouts of the start policy on `prompts`, asked of the engine itself."""
+        from ray import serve
+
+        count = len(prompts)
         loop.note_pretraining("waiting for the engine", 0, count)
         handle = self._engine_handle(serve)
         known = self._pretraining_rollouts(store, loop)
-        prompts = pretraining_prompts(
-            config.preference.pool,
-            count,
-            config.learner.seed,
-            topics=load_topics(config.service.topics),
-        )
         # What an earlier start of this run has generated counts.
         asked = [
             handle.generate_for_pretraining.remote(messages) for messages in prompts[len(known) :]
         ]
         loop.note_pretraining("generating", len(known), count)
         for done, response in enumerate(asked, start=len(known) + 1):
-            response.result(timeout_s=600)
+            self._check_stop()
+            response.result(timeout_s=ANSWER_TIMEOUT_S)
             loop.note_pretraining("generating", done, count)
-        while not self._done.is_set():
+        while True:
+            self._check_stop()
             rollouts = self._pretraining_rollouts(store, loop)
             waiting = [r for r in rollouts if r.judge_state == "waiting"]
             loop.note_pretraining("judging", len(rollouts) - len(waiting), count)
@@ -202,7 +242,8 @@ class LearnerActor:
         self, loop: LearnerLoop, store: RolloutStore, count: int
     ) -> Sequence[Rollout]:
         """Without topics: the first rewarded live rollouts fit the critic and are then done."""
-        while not self._done.is_set():
+        while True:
+            self._check_stop()
             rollouts = store.list(
                 states=[RolloutState.REWARDED],
                 purpose=Purpose.SERVE,
@@ -210,19 +251,37 @@ class LearnerActor:
                 limit=count,
                 with_tokens=True,
             )
-            loop.note_pretraining("collecting live rollouts", len(rollouts), count)
+            loop.note_pretraining(names.COLLECTING, len(rollouts), count)
             if len(rollouts) >= count:
                 store.discard([rollout.id for rollout in rollouts], "value_pretraining")
                 return rollouts
             time.sleep(PRETRAINING_POLL_S)
-        return []
+
+    def _check_stop(self) -> None:
+        if self._stopping.is_set():
+            raise OnlineSAOError("Stopped before learning began.")
 
     def _engine_handle(self, serve: Any) -> Any:
         while True:
+            self._check_stop()
             try:
                 return serve.get_app_handle(names.APP)
             except Exception:  # Serve has no narrower error for "not deployed yet"
                 time.sleep(PRETRAINING_POLL_S)
+
+
+def _result(future: Future[int]) -> int:
+    """What the loop made of a request; it may be busy, or wait for the store."""
+    try:
+        return future.result(REQUEST_TIMEOUT_S)
+    except TimeoutError:
+        if future.cancel():
+            raise OnlineSAOError(
+                f"Nothing was done: the learner did not come to it in {REQUEST_TIMEOUT_S:.0f} s."
+            ) from None
+        raise OnlineSAOError(
+            "The learner is still at it; GET /v1/learning/versions shows when it is done."
+        ) from None
 
 
 class BoardPublisher:
@@ -286,11 +345,3 @@ def _shared(file: WeightFile) -> list[Any]:
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         return []
     return [ray.put(np.fromfile(file.path, np.uint8))]
-
-
-def _device(config: Config) -> str:
-    if config.model.device != "auto":
-        return config.model.device
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

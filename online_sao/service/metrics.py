@@ -23,6 +23,7 @@ ROUTES = (
     "/v1/completions",
     "/v1/models",
     "/v1/rollouts",
+    "/v1/sessions",
     "/v1/feedback",
     "/v1/preference",
     "/v1/learning",

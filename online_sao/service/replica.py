@@ -24,6 +24,7 @@ from online_sao.engine.weight_file import process_folder
 from online_sao.errors import StoreError, WeightUpdateError
 from online_sao.service import names
 from online_sao.service.board import Announcement, file_here
+from online_sao.service.http import Keys
 from online_sao.service.logs import start_log
 from online_sao.store import RolloutStore
 from online_sao.types import Purpose, Rollout
@@ -42,9 +43,10 @@ KEPT_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 class Endpoint:
     """vLLM, its rollout hook, the task that follows new weights, and the HTTP app."""
 
-    def __init__(self, config: dict[str, Any], model: str) -> None:
+    def __init__(self, config: dict[str, Any], model: str, keys: Keys) -> None:
         self._config = Config.model_validate(config)
         self._model = model
+        self.keys = keys
         self.replica_id = secrets.token_hex(4)
         start_log(self._config.service, self._config.run_dir, f"replica-{self.replica_id}")
         self.weights_error: str | None = None
@@ -178,7 +180,14 @@ class Endpoint:
 
     async def _follow_weights(self) -> None:
         while True:
-            await self._take_news(FETCH_TIMEOUT_S)
+            try:
+                await self._take_news(FETCH_TIMEOUT_S)
+            except Exception as error:  # this task is all that brings new weights
+                log.exception("following the weights failed")
+                self.weights_error = f"{type(error).__name__}: {error}"
+                with contextlib.suppress(Exception):
+                    self.weights_broken = await self.engine.is_paused()
+                await asyncio.sleep(RETRY_S)
 
     async def _take_news(self, timeout_s: float) -> None:
         """Load what the board says is current, if it is not what serves, within `timeout_s`."""

@@ -20,13 +20,13 @@ from online_sao.judging import FORGED_PROMPT, FORGERIES, make_judge, to_stored
 from online_sao.service import names
 from online_sao.service.logs import start_log
 from online_sao.store import RolloutStore
-from online_sao.types import Purpose, Rollout, StoredVerdict
+from online_sao.types import Rollout, StoredVerdict
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0  # how often the store is asked unprompted
 STORE_RETRY_S = 2.0
-UNSCORED_GRACE_S = 5.0  # beyond the judge's own timeouts, before we give up on its call
+LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)
@@ -82,23 +82,23 @@ class RewardWorker:
     async def _one_round(self) -> None:
         # In flight ones are still "waiting" in the store, so ask for that many more.
         limit = 2 * self._config.judge.concurrency + len(self._in_flight)
-        waiting = await asyncio.to_thread(self._store.waiting_for_judge, limit)
+        waiting = await asyncio.to_thread(
+            self._store.waiting_for_judge, limit, clients_before=self._clients_before()
+        )
         for rollout in waiting:
-            if rollout.id in self._in_flight or not self._is_due(rollout):
+            if rollout.id in self._in_flight:
                 continue
             self._in_flight.add(rollout.id)
             asyncio.get_running_loop().create_task(self._judge_one(rollout))
 
-    def _is_due(self, rollout: Rollout) -> bool:
-        """Whether the judge is to mark it now, or feedback may still come first."""
-        source = self._config.service.reward_source
-        if source == "judge" or rollout.purpose is not Purpose.SERVE:
-            return True
-        if source == "feedback":
-            return False
-        assert rollout.created_at is not None
-        wait = timedelta(seconds=self._config.service.feedback_wait_s)
-        return datetime.now(UTC) - rollout.created_at >= wait
+    def _clients_before(self) -> datetime | None:
+        """Answers to clients recorded since then may still get feedback; None: none waits."""
+        service = self._config.service
+        if service.reward_source == "judge":
+            return None
+        if service.reward_source == "feedback":
+            return LONG_AGO
+        return datetime.now(UTC) - timedelta(seconds=service.feedback_wait_s)
 
     async def _judge_one(self, rollout: Rollout) -> None:
         try:

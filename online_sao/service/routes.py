@@ -56,6 +56,10 @@ class PauseBody(BaseModel):
     reason: str = Field("paused by the operator", max_length=1000)
 
 
+class _Down(Exception):
+    """An actor does not answer: it is being restarted, or hangs."""
+
+
 class VersionBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
     version: int = Field(ge=0, le=MAX_NUMBER)
@@ -94,18 +98,33 @@ def build_app(endpoint: Any, config: Config) -> Any:
     judge = make_judge(config)
     counters = Metrics()
 
+    def actor(name: str) -> Any:
+        try:
+            return ray.get_actor(name, namespace=names.NAMESPACE)
+        except ValueError:  # there is none of that name, for now
+            raise _Down(name) from None
+
     def learner() -> Any:
-        return ray.get_actor(names.LEARNER, namespace=names.NAMESPACE)
+        return actor(names.LEARNER)
+
+    def wake() -> None:
+        with contextlib.suppress(_Down):  # it looks into the store by itself
+            learner().wake.remote()
 
     async def ask(call: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        return await asyncio.wait_for(call, timeout_s)
+        """What an actor answers; _Down if it does not. What it raises is raised here."""
+        try:
+            return await asyncio.wait_for(call, timeout_s)
+        except ray.exceptions.RayTaskError:
+            raise
+        except (TimeoutError, ray.exceptions.RayError):
+            raise _Down from None
 
-    async def ask_or_none(actor: str) -> Any:
+    async def ask_or_none(name: str) -> Any:
         """The status of a named actor; None if it does not answer."""
         try:
-            handle = ray.get_actor(actor, namespace=names.NAMESPACE)
-            return await ask(handle.status.remote())
-        except (ValueError, TimeoutError, ray.exceptions.RayError):
+            return await ask(actor(name).status.remote())
+        except (_Down, ray.exceptions.RayTaskError):
             return None
 
     def stored_counts() -> tuple[Any, Any]:
@@ -140,11 +159,10 @@ def build_app(endpoint: Any, config: Config) -> Any:
     async def _http(_: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code)
 
-    def learner_down() -> JSONResponse:
-        return JSONResponse(
-            error_body(503, "The learner does not answer; it is being restarted.", "server_error"),
-            503,
-        )
+    @app.exception_handler(_Down)
+    async def _down(_: Request, error: _Down) -> JSONResponse:
+        message = "The learner does not answer; it is being restarted."
+        return JSONResponse(error_body(503, message, "server_error"), 503)
 
     # --- health
 
@@ -156,17 +174,14 @@ def build_app(endpoint: Any, config: Config) -> Any:
     @app.get("/ready")
     async def ready() -> JSONResponse:
         """Whether the weights served are current and the learner learns."""
-        try:
-            status = await ask(learner().status.remote())
-        except (ValueError, TimeoutError, ray.exceptions.RayError):
-            return learner_down()
-        version = await ask(
-            ray.get_actor(names.BOARD, namespace=names.NAMESPACE).current_version.remote()
-        )
+        status = await ask(learner().status.remote())
+        version = await ask(actor(names.BOARD).current_version.remote())
         # Later versions are always a moment behind; only the first must be there.
         if version is not None and endpoint.engine.weight_version >= version:
             endpoint.has_caught_up = True
-        is_learning = status["state"] == "learning"
+        # Without topics value pretraining waits for clients, who wait for this.
+        is_collecting = (status.get("pretraining") or {}).get("state") == names.COLLECTING
+        is_learning = status["state"] == "learning" or is_collecting
         is_ready = is_learning and endpoint.has_caught_up and endpoint.weights_error is None
         body = {
             "ready": is_ready,
@@ -259,7 +274,7 @@ def build_app(endpoint: Any, config: Config) -> Any:
             endpoint.store.add_feedback, id, body.reward, body.comment
         )
         if trained:
-            learner().wake.remote()
+            wake()
             return JSONResponse({"trained": True})
         return JSONResponse({"trained": False, "reason": reason}, 202)
 
@@ -268,21 +283,17 @@ def build_app(endpoint: Any, config: Config) -> Any:
     @app.post("/v1/sessions/{id:path}/close")
     async def close_session(id: str, request: Request) -> JSONResponse:
         """No turn follows; with credit = session its turns are learned from now."""
-        key = session_key(id, request.headers.get("authorization", ""))
+        key = session_key(id, request.headers.get("authorization", ""), endpoint.keys)
         assert key is not None
         session = await asyncio.to_thread(endpoint.store.close_session, key)
-        with contextlib.suppress(ValueError):  # it looks into the store by itself
-            learner().wake.remote()
+        wake()
         return JSONResponse({"id": id, "closed": True, "turns": session.num_turns})
 
     # --- learning
 
     @app.get("/v1/learning")
     async def learning() -> JSONResponse:
-        try:
-            status = await ask(learner().status.remote())
-        except (ValueError, TimeoutError, ray.exceptions.RayError):
-            return learner_down()
+        status = await ask(learner().status.remote())
         counts = await asyncio.to_thread(endpoint.store.counts)
         reasons = await asyncio.to_thread(endpoint.store.reason_counts)
         return JSONResponse(
@@ -375,6 +386,7 @@ def build_app(endpoint: Any, config: Config) -> Any:
         make_context,
         counters.count_request,
         lambda: not endpoint.engine.errored,
+        endpoint.keys,
     )
     if not config.service.cors_origins:
         return edge

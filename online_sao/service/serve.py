@@ -14,17 +14,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from online_sao.config import Config, EngineConfig, LearnerConfig
+from online_sao.config import Config, EngineConfig, LearnerConfig, ServiceConfig
 from online_sao.engine.weight_file import endpoint_folder
 from online_sao.errors import ConfigError, OnlineSAOError
 from online_sao.prepare import model_hash, resolve_model
 from online_sao.service import cleanup, names
 from online_sao.service.housekeeping import Housekeeper
-from online_sao.service.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from online_sao.service.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, Keys
 from online_sao.store import RolloutStore
 from online_sao.types import Preference
 
-START_TIMEOUT_S = 900.0  # engine and learner loading, value pretraining
 STOP_TIMEOUT_S = 90.0  # the running update and the last checkpoint
 POLL_S = 0.5
 NOTE_SEGMENTS_PERIOD_S = 4.0
@@ -56,11 +55,12 @@ class Endpoint:
         self._report = report
         self._lock: Any = None
         self._ray_started = False
+        self._parts_started = False
         self._weights_dir = endpoint_folder(config.run_dir)
 
     @property
     def url(self) -> str:
-        return f"http://{self._config.service.host}:{self._config.service.port}"
+        return address(self._config.service)
 
     def start(self) -> None:
         """Check, prepare, start all parts; returns when the HTTP port answers.
@@ -93,7 +93,8 @@ class Endpoint:
         """Wait until value pretraining is done and the learner learns."""
         import httpx
 
-        deadline = time.monotonic() + START_TIMEOUT_S
+        limit_s = self._config.service.start_timeout_s
+        deadline = time.monotonic() + limit_s
         key = os.environ.get(ADMIN_KEY_VARIABLE) or os.environ.get(API_KEY_VARIABLE)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         while time.monotonic() < deadline:
@@ -107,7 +108,9 @@ class Endpoint:
                 if on_status is not None:
                     on_status(status)
             time.sleep(POLL_S)
-        raise OnlineSAOError(f"The endpoint was not ready within {START_TIMEOUT_S:.0f} s.")
+        raise OnlineSAOError(
+            f"The endpoint was not ready within {limit_s:.0f} s (service.start_timeout_s)."
+        )
 
     def watch(self) -> None:
         """Block until interrupted; raises OnlineSAOError if a part ends for good."""
@@ -145,17 +148,9 @@ class Endpoint:
         if self._ray_started:
             self._report("stopping: finishing the update, writing a checkpoint")
             import ray
-            from ray import serve
 
-            with contextlib.suppress(Exception):
-                learner = ray.get_actor(names.LEARNER, namespace=names.NAMESPACE)
-                ray.get(learner.stop.remote(STOP_TIMEOUT_S), timeout=STOP_TIMEOUT_S + 10)
-            with contextlib.suppress(Exception):
-                cleanup.note_segments(self._config.run_dir)
-            with contextlib.suppress(Exception):
-                serve.shutdown()
-            with contextlib.suppress(Exception):  # detached: on a cluster it would stay
-                ray.kill(ray.get_actor(names.BOARD, namespace=names.NAMESPACE))
+            if self._parts_started:  # else those of that name are another endpoint's
+                self._stop_parts()
             with contextlib.suppress(Exception):
                 ray.shutdown()
             self._ray_started = False
@@ -167,7 +162,42 @@ class Endpoint:
             self._lock.release()
             self._lock = None
 
+    def _stop_parts(self) -> None:
+        import ray
+        from ray import serve
+
+        with contextlib.suppress(Exception):
+            learner = ray.get_actor(names.LEARNER, namespace=names.NAMESPACE)
+            ray.get(learner.stop.remote(STOP_TIMEOUT_S), timeout=STOP_TIMEOUT_S + 10)
+        with contextlib.suppress(Exception):
+            cleanup.note_segments(self._config.run_dir)
+        with contextlib.suppress(Exception):
+            if self._is_on_cluster:  # where other applications may be served
+                serve.delete(names.APP)
+            else:
+                serve.shutdown()
+        with contextlib.suppress(Exception):  # detached: on a cluster it would stay
+            ray.kill(ray.get_actor(names.BOARD, namespace=names.NAMESPACE))
+
     # --- parts
+
+    @property
+    def _is_on_cluster(self) -> bool:
+        """Whether Ray is one that was there before us."""
+        return bool(os.environ.get("RAY_ADDRESS"))
+
+    def _refuse_second(self) -> None:
+        """Our actors have fixed names, so that each finds the others."""
+        import ray
+
+        try:
+            ray.get_actor(names.BOARD, namespace=names.NAMESPACE)
+        except ValueError:
+            return
+        raise OnlineSAOError(
+            "An endpoint runs on this Ray cluster already, or was killed there: stop it, restart "
+            "the cluster, or give this one a cluster of its own (unset RAY_ADDRESS)."
+        )
 
     def _take_run_dir(self) -> None:
         from filelock import FileLock, Timeout
@@ -201,19 +231,19 @@ class Endpoint:
     def _start_ray(self) -> None:
         import ray
 
-        address = os.environ.get("RAY_ADDRESS")
-        if address and self._config.store_url.startswith("sqlite"):
+        if self._is_on_cluster and self._config.store_url.startswith("sqlite"):
             raise ConfigError(
                 "SQLite is for one host: on a Ray cluster set store.url to a PostgreSQL database."
             )
-        variables = {**ENVIRONMENT, names.RUN_DIR_VARIABLE: str(self._config.run_dir)}
+        variables = {name: os.environ[name] for name in ENVIRONMENT}
+        variables[names.RUN_DIR_VARIABLE] = str(self._config.run_dir)
         options: dict[str, Any] = {
             "namespace": names.NAMESPACE,
             "log_to_driver": bool(os.environ.get("ONLINE_SAO_DEBUG")),
             "logging_level": logging.ERROR,
             "runtime_env": {"env_vars": variables},
         }
-        if not address:
+        if not self._is_on_cluster:
             # Logical CPUs: placement only. Real use of the cores is set by thread counts.
             options |= {
                 "num_cpus": max(4, os.cpu_count() or 1),
@@ -236,11 +266,15 @@ class Endpoint:
 
         config = self._config
         data = config.model_dump(mode="json")
+        # A cluster's processes do not have our environment, so not our ONLINE_SAO_HOME.
+        data["service"]["run_dir"] = str(config.run_dir)
         # Typed loosely: Ray's decorators turn these classes into others.
         board_class, learner_class, worker_class, endpoint_class = _untyped(
             WeightBoard, LearnerActor, RewardWorker, EndpointDeployment
         )
         # With the driver, without which there is no endpoint: not on a node that may go away.
+        self._refuse_second()
+        self._parts_started = True
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         board_class.options(
             name=names.BOARD, lifetime="detached", max_restarts=-1, scheduling_strategy=here
@@ -269,7 +303,10 @@ class Endpoint:
             )
             try:
                 serve.run(
-                    deployment.bind(data, model), name=names.APP, route_prefix="/", blocking=False
+                    deployment.bind(data, model, Keys.from_environment()),
+                    name=names.APP,
+                    route_prefix="/",
+                    blocking=False,
                 )
             except RuntimeError as error:
                 raise OnlineSAOError(
@@ -316,7 +353,22 @@ def check_settings(config: Config) -> None:
     if config.service.topics is not None:
         from online_sao.writing import load_topics
 
-        load_topics(config.service.topics)
+        topics = load_topics(config.service.topics)
+        unknown = [style for style in config.preference.pool if style not in topics.styles]
+        if unknown:
+            raise ConfigError(
+                f"The topic set {topics.name} cannot ask for {', '.join(unknown)}: set "
+                "service.topics=none, and the critic is fitted to the first live rollouts, or name "
+                "a topics file that has these styles."
+            )
+
+
+def address(service: ServiceConfig) -> str:
+    """Where this machine reaches the endpoint."""
+    host = service.host
+    if host in ("0.0.0.0", "::"):  # bound to all: this machine is one of them
+        host = "127.0.0.1"
+    return f"http://{f'[{host}]' if ':' in host else host}:{service.port}"
 
 
 def placement(config: Config, part: LearnerConfig | EngineConfig) -> dict[str, Any]:

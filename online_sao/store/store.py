@@ -261,17 +261,24 @@ class RolloutStore:
 
         return self._read(work)
 
-    def waiting_for_judge(self, limit: int, newest_first: bool = False) -> Listing[Rollout]:
-        """Rollouts that no judge has answered for, without tokens."""
-        order = rollouts.c.seq.desc() if newest_first else rollouts.c.seq
+    def waiting_for_judge(
+        self, limit: int, newest_first: bool = False, *, clients_before: datetime | None = None
+    ) -> Listing[Rollout]:
+        """Rollouts that no judge has answered for, without tokens.
+
+        With `clients_before`, answers to clients only if they were recorded before then; our
+        own (pretraining, probes) in any case.
+        """
+        c = rollouts.c
+        order = c.seq.desc() if newest_first else c.seq
+        # a literal, so that SQLite recognises the partial index
+        wanted = [c.judge_state == sa.literal_column("'waiting'")]
+        if clients_before is not None:
+            wanted.append(sa.or_(c.purpose != Purpose.SERVE, c.created_at < clients_before))
 
         def work(conn: Connection) -> Listing[Rollout]:
             seqs = conn.execute(
-                sa.select(rollouts.c.seq)
-                # a literal, so that SQLite recognises the partial index
-                .where(rollouts.c.judge_state == sa.literal_column("'waiting'"))
-                .order_by(order)
-                .limit(limit)
+                sa.select(c.seq).where(*wanted).order_by(order).limit(limit)
             ).scalars()
             return load_rollouts(conn, list(seqs), with_tokens=False)
 

@@ -233,9 +233,18 @@ class TestGroup:
             assert found[name].tolist() == pytest.approx([-1 / math.sqrt(3)], abs=1e-5)
         assert found["b"].tolist() == found["d"].tolist() == [0.0]  # all alike
 
-    def test_a_single_answer_is_no_group(self):
-        with pytest.raises(ValueError, match="at least two"):
-            estimator("group", rollouts_per_update=8).advantages(batch_of(1.0), None)
+    def test_a_single_answer_has_nothing_to_be_compared_with(self):
+        made = estimator("group", rollouts_per_update=8)
+        rollouts = [
+            make_rollout("a", reward=1.0),
+            make_rollout("b", reward=0.0),
+            make_rollout("c", reward=1.0, prompt=OTHER),  # the others have no verdict
+        ]
+        batch = make_batch([[rollout] for rollout in rollouts])
+        found = dict(batch.per_rollout(made.advantages(batch, None)))
+        assert found["a"][0] == pytest.approx(1.0, abs=1e-5)
+        assert set(found["c"].tolist()) == {0.0}
+        assert made.first_visits == 1
 
 
 class TestNormalised:

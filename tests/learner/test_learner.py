@@ -364,6 +364,41 @@ class TestRefused:
         self.refuse(learner, [[make_rollout()]], "critic")
         assert len(calls) == 2
 
+    def test_a_second_critic_step_after_the_policy_has_moved(self, tiny_model):
+        """Values were taken before: the update stands, and says that the critic stopped short."""
+        learner = make_learner(tiny_model, value_timing="before", critic_updates=3)
+        calls = []
+
+        def second_is_bad(gradient):
+            calls.append(1)
+            return gradient * (math.nan if len(calls) == 2 else 1)
+
+        hook = learner.critic.head.bias.register_hook(second_is_bad)
+        result = learner.update([[make_rollout()]])
+        assert result.applied
+        assert result.metrics["critic/num_steps"] == 1.0
+        assert all(tensor.isfinite().all() for tensor in everything(learner).values())
+        hook.remove()
+        assert learner.update([[make_rollout()]]).metrics["critic/num_steps"] == 3.0
+
+    @pytest.mark.parametrize("timing", ["before", "after"])
+    def test_an_exception_half_way(self, tiny_model, timing):
+        """Out of memory in the policy's backward, say: the next update is as if it had not been."""
+        learners = [make_learner(tiny_model, value_timing=timing) for _ in range(2)]
+        *_, parameter = learners[0].policy.model.parameters()
+
+        def fails(gradient):
+            raise MemoryError("no room")
+
+        hook = parameter.register_hook(fails)
+        with pytest.raises(MemoryError):
+            learners[0].update([[make_rollout("bad", reward=1.0)]])
+        hook.remove()
+        for learner in learners:
+            assert learner.update([[make_rollout(reward=0.0)]]).applied
+        assert changed(*map(everything, learners)) == set()
+        assert learners[0].state_dict() == learners[1].state_dict()
+
     def test_a_reward(self, tiny_model):
         rollout = replace(make_rollout(), verdict=verdict(math.nan))
         self.refuse(make_learner(tiny_model), [[rollout]], "policy")

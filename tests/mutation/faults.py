@@ -479,7 +479,8 @@ FAULTS: list[Fault] = [
         (
             "V from after the update",
             "                values = critic_step.values\n                if",
-            "                self._critic_steps(batch, critic_step)\n"
+            "                norm = self._critic_gradient(critic_step)\n"
+            "                self._critic_steps(batch, critic_step, norm)\n"
             "                values = self.critic.values(batch).detach()\n"
             "                critic_step = self._critic_loss(batch)\n                if",
         ),
@@ -546,8 +547,18 @@ FAULTS: list[Fault] = [
         ),
         (
             "a refused update leaves the critic moved",
-            "if critic_before is not None:",
+            "if self._critic_before is not None:",
             "if False:",
+        ),
+        (
+            "a critic step that is not finite counts as one",
+            "                return number\n",
+            "                return self.config.critic_updates\n",
+        ),
+        (
+            "what failed half-way is part of the next update",
+            "            learner._undo()\n",
+            "",
         ),
     ),
     *_update(

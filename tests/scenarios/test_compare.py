@@ -26,7 +26,9 @@ SCENARIO = Scenario.model_validate(
 )
 
 
-def make_run(folder, preset, seed, zeros, *, scenario=SCENARIO, complete=True, metrics=True):
+def make_run(
+    folder, preset, seed, zeros, *, scenario=SCENARIO, complete=True, metrics=True, **about
+):
     """Each phase: `zeros[phase]` rollouts of reward 0, then rewards of 1."""
     rows, heldout = [], []
     index = itertools.count(1)
@@ -70,7 +72,7 @@ def make_run(folder, preset, seed, zeros, *, scenario=SCENARIO, complete=True, m
                 for answer in range(4)
             ]
     scenario = scenario.replace(seed=seed)
-    write_results(folder, scenario, rows, heldout, preset=preset, complete=complete)
+    write_results(folder, scenario, rows, heldout, preset=preset, complete=complete, **about)
     return folder
 
 
@@ -163,6 +165,10 @@ def test_what_cannot_be_compared(runs, tmp_path):
     make_run(tmp_path / "longer", "sao", 7, (1, 1), scenario=longer)
     with pytest.raises(ScenarioError, match="differ in their phases"):
         collect([runs, tmp_path / "longer"])
+    for name, what in (("method_version", "code"), ("lag", "lag"), ("judge", "judge")):
+        made = make_run(tmp_path / name, "sao", 7, (1, 1), **{name: "another"})
+        with pytest.raises(ScenarioError, match=f"another {what}"):
+            collect([runs, made])
     other = SCENARIO.model_copy(update={"name": "other"})
     make_run(tmp_path / "other", "sao", 7, (1, 1), scenario=other)
     with pytest.raises(ScenarioError, match=r"several scenarios \(other, two\)"):

@@ -60,3 +60,22 @@ async def test_a_replica_that_is_lost_is_waited_for_only_until_it_is_out_of_touc
     await board.report("lost", 3)
     waiting = asyncio.create_task(board.wait_applied(4, 60))
     assert await asyncio.wait_for(waiting, 30) is None
+
+
+async def test_a_replica_that_loads_is_waited_for_though_it_does_not_ask(board, monkeypatch):
+    """The learner must not overwrite the file that is being read."""
+    monkeypatch.setattr(board_module, "RECHECK_S", 0.01)
+    monkeypatch.setattr(board_module, "HEARD_WITHIN_S", 0.0)
+    await board.announce(Announcement(4))
+    await board.fetch("slow", 3, SOON_S)
+    assert "no answer from slow" in await board.wait_applied(4, SOON_S)
+    waiting = asyncio.create_task(board.wait_applied(4, 60))
+    await asyncio.sleep(SOON_S)
+    assert not waiting.done()
+    await board.report("slow", 4)
+    assert await asyncio.wait_for(waiting, 30) is None
+    # and one that died over it is given up after the time that loading may take
+    await board.announce(Announcement(5))
+    await board.fetch("dead", 4, SOON_S)
+    await asyncio.sleep(2 * SOON_S)
+    assert await board.wait_applied(5, SOON_S) is None

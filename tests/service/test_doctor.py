@@ -183,8 +183,10 @@ class TestEngine:
             assert "weight version 7" in doctor.check_engine(Config(), url).what
 
     def test_the_address_of_one_that_is_bound_to_all(self):
-        assert doctor.address(config(service={"host": "0.0.0.0"})) == "http://127.0.0.1:8000"
-        assert doctor.address(config(service={"host": "::1"})) == "http://[::1]:8000"
+        assert (
+            doctor.address(config(service={"host": "0.0.0.0"}).service) == "http://127.0.0.1:8000"
+        )
+        assert doctor.address(config(service={"host": "::1"}).service) == "http://[::1]:8000"
 
 
 def test_the_command(tmp_path, tiny_model, capsys):

@@ -4,31 +4,33 @@ import httpx
 import pytest
 
 from online_sao.config import ServiceConfig
-from online_sao.service.http import MAX_SESSION_ID_CHARS, Edge, session_key
+from online_sao.service.http import MAX_SESSION_ID_CHARS, Edge, Keys, session_key
 
 KEY, ADMIN = "ONLINE_SAO_API_KEY", "ONLINE_SAO_ADMIN_KEY"
+OPEN = Keys(user=None, admin=None)
 
 
 class TestSessionKey:
     def test_without_keys_in_force_it_is_what_the_client_calls_it(self):
-        assert session_key("s", "Bearer whatever the client sends") == "s"
-        assert session_key(None, "") is None
+        assert session_key("s", "Bearer whatever the client sends", OPEN) == "s"
+        assert session_key(None, "", OPEN) is None
 
     def test_with_keys_each_client_has_its_own(self, monkeypatch):
         monkeypatch.setenv(KEY, "secret")
-        one, other = session_key("s", "Bearer secret"), session_key("s", "Bearer admin")
+        keys = Keys.from_environment()
+        one, other = (session_key("s", f"Bearer {key}", keys) for key in ("secret", "admin"))
         assert one != other
-        assert one == session_key("s", "Bearer secret")
+        assert one == session_key("s", "Bearer secret", keys)
         assert "secret" not in one
 
     def test_long_ones_are_told_apart(self):
         long = "x" * MAX_SESSION_ID_CHARS
-        assert session_key(long, "") == long
-        assert session_key(long + "a", "") != session_key(long + "b", "")
-        assert len(session_key(long * 100, "")) <= MAX_SESSION_ID_CHARS
+        assert session_key(long, "", OPEN) == long
+        assert session_key(long + "a", "", OPEN) != session_key(long + "b", "", OPEN)
+        assert len(session_key(long * 100, "", OPEN)) <= MAX_SESSION_ID_CHARS
 
     def test_lone_surrogates(self):
-        assert session_key("\ud800" * 200, "")
+        assert session_key("\ud800" * 200, "", OPEN)
 
 
 @pytest.fixture

@@ -244,6 +244,23 @@ def test_waiting_for_judge_in_both_orders(kit, store):
     assert [r.id for r in store.waiting_for_judge(2, newest_first=True)] == ["e", "c"]
 
 
+def test_answers_to_clients_may_wait_for_feedback_and_ours_do_not(kit, store):
+    """However many clients' answers wait, what comes after them is found."""
+    noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    for minute in range(5):
+        store.add(kit.rollout(f"early{minute}", created_at=noon + timedelta(minutes=minute)))
+    store.add(kit.rollout("late", created_at=noon + timedelta(hours=1)))
+    store.add(kit.rollout("probe", purpose=Purpose.PROBE, created_at=noon + timedelta(hours=2)))
+
+    def waiting(limit, before):
+        return [r.id for r in store.waiting_for_judge(limit, clients_before=before)]
+
+    assert waiting(1, noon) == ["probe"]
+    assert waiting(10, noon + timedelta(minutes=2)) == ["early0", "early1", "probe"]
+    assert waiting(10, datetime.min.replace(tzinfo=UTC)) == ["probe"]
+    assert len(store.waiting_for_judge(10)) == 7
+
+
 def test_an_excluded_rollout_is_judged_but_stays_excluded(kit, store):
     store.add(kit.rollout("x", state=S.EXCLUDED, reason="opted_out"))
     assert store.set_verdict("x", kit.good) == S.EXCLUDED
