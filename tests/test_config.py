@@ -48,7 +48,7 @@ class TestDefaults:
         assert (learner.critic_updates, learner.critic_trainable) == (2, "mlp")
         assert learner.value_timing == "before"
         assert (learner.rollouts_per_update, learner.kl_coef) == (1, 0.1)
-        assert (learner.kl_direction, learner.surprise_coef) == ("forward", 0.0)
+        assert (learner.kl_direction, learner.surprise_coef) == ("forward", 2.0)
         assert (learner.policy_lr, learner.critic_lr) == (5e-5, 3e-5)
         assert (learner.adam_betas, learner.weight_decay) == ((0.9, 0.95), 0.0)
         assert learner.grad_clip_quantile is None
@@ -275,6 +275,7 @@ class TestPresets:
             "sao_full_critic",
             "sao_value_after",
             "sao_no_anchor",
+            "sao_no_surprise",
             "sao_reverse_anchor",
             "running_mean",
             "running_mean_no_dis",
@@ -300,8 +301,9 @@ class TestPresets:
             ("sao_k1", {"critic_updates"}),
             ("sao_full_critic", {"critic_trainable"}),
             ("sao_value_after", {"value_timing"}),
-            ("sao_no_anchor", {"kl_coef"}),
-            ("sao_reverse_anchor", {"kl_coef", "kl_direction"}),
+            ("sao_no_anchor", {"kl_coef", "surprise_coef"}),
+            ("sao_no_surprise", {"surprise_coef"}),
+            ("sao_reverse_anchor", {"kl_coef", "kl_direction", "surprise_coef"}),
             ("running_mean", {"advantage"}),  # from SAO in the baseline alone
             ("running_mean_no_dis", {"advantage", "objective"}),
             ("vapo", {"objective", "eps_low", "eps_high"}),
@@ -321,6 +323,7 @@ class TestPresets:
             "sao_full_critic",
             "sao_value_after",
             "sao_no_anchor",
+            "sao_no_surprise",
             "sao_reverse_anchor",
             "vapo",
             "step_average",
