@@ -23,7 +23,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = ("sao", "running_mean")
-PHASE_ROLLOUTS = 100
+PHASE_ROLLOUTS = 80
 START_TIMEOUT_S = 900
 STOP_TIMEOUT_S = 150
 
