@@ -4,6 +4,7 @@
 #   make test     the tests                             make check       lint, types, imports
 #   make bench    update, growth, serving, loop: about an hour on two cores (docs/benchmarks.md)
 #   make chaos    kill processes of a served endpoint N times (N=40 SEED=0) and audit its store
+#   make cluster  several Ray nodes on this machine, PostgreSQL, one node lost
 #   make mutation each deliberate fault in the mathematics must make a test fail
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ TORCH_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepare demo serve dashboard test chaos mutation check format bench clean distclean
+.PHONY: help setup prepare demo serve dashboard test chaos cluster mutation check format bench clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -57,6 +58,9 @@ N ?= 40
 SEED ?= 0
 chaos: setup
 	CHAOS_KILLS=$(N) CHAOS_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos -m "" -q -s $(ARGS)
+
+cluster: setup
+	$(BIN)/python -m pytest tests/service/test_cluster.py -m "" -q $(ARGS)
 
 mutation: setup
 	$(BIN)/python -m pytest tests/mutation -m "" -q $(ARGS)

@@ -5,7 +5,6 @@ and the two engine replicas on nodes of their own, so that weights travel throug
 store, and that one of them goes away.
 """
 
-import os
 import time
 
 import httpx
@@ -22,11 +21,8 @@ from online_sao.types import RolloutState
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.long,  # four Ray nodes and two engines
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        not os.environ.get("ONLINE_SAO_TEST_CLUSTER"),
-        reason="four Ray nodes and two engines; set ONLINE_SAO_TEST_CLUSTER=1 to run it",
-    ),
 ]
 
 WAIT_S = 240
@@ -121,6 +117,7 @@ def serving(served):
 
 def num_running(address):
     """Replicas that Ray Serve counts as running."""
-    ray.init(address=address, log_to_driver=False, ignore_reinit_error=True)
+    if not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False)
     deployment = serve.status().applications[names.APP].deployments[names.DEPLOYMENT]
     return deployment.replica_states.get("RUNNING", 0)
