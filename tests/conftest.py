@@ -1,8 +1,7 @@
 """What tests of every part share: a tiny model, and a home of their own.
 
-No test reads or writes the user's runs, and none reaches a hub or a paid service. A test
-marked `model` finds the prepared embedded model in its home: that folder alone is shared
-with the user's cache, because making it takes minutes.
+No test reads or writes the user's runs, and none reaches a hub or a paid service. Only the
+embedded model is kept in the user's cache, because making it takes a minute (`writer_model`).
 """
 
 import os
@@ -33,34 +32,26 @@ def _no_keys_and_a_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 
 @pytest.fixture(autouse=True)
-def isolated_home(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
-    """ONLINE_SAO_HOME of this test alone; with the embedded model if it is marked `model`."""
+def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """ONLINE_SAO_HOME of this test alone."""
     folder = tmp_path_factory.mktemp("home")
-    if request.node.get_closest_marker("model"):
-        models = request.getfixturevalue("model_home") / "models"
-        (folder / "models").symlink_to(models.resolve())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONLINE_SAO_HOME", str(folder))
         yield folder
 
 
 @pytest.fixture(scope="session")
-def model_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home with the prepared embedded model, for fixtures that outlive one test.
+def writer_model() -> Path:
+    """The embedded model after a third of its warm start: the same code, minutes less.
 
-    Its `models` is the user's own, and is filled on the first use.
+    Made on the first use and kept in the user's cache, beside the whole one.
     """
-    from online_sao.prepare import prepare_embedded
+    from online_sao import prepare
 
-    folder = tmp_path_factory.mktemp("model_home")
-    (USER_HOME / "models").mkdir(parents=True, exist_ok=True)
-    (folder / "models").symlink_to((USER_HOME / "models").resolve())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ONLINE_SAO_HOME", str(folder))
-        prepare_embedded(EMBEDDED_MODEL)
-    return folder
+        patch.setenv("ONLINE_SAO_HOME", str(USER_HOME))
+        patch.setattr(prepare, "WARM_START_EXAMPLES", 320)
+        return prepare.prepare_embedded(EMBEDDED_MODEL)
 
 
 @pytest.fixture(scope="session")

@@ -214,13 +214,13 @@ def test_the_method_is_all_that_its_patterns_name():
         assert list(root.glob(pattern)), pattern
 
 
-@pytest.mark.model
-def test_the_embedded_model_learns_from_its_answers(scenario, tmp_path):
+def test_the_embedded_model_learns_from_its_answers(writer_model, scenario, tmp_path):
     """The real model, bfloat16, as users run it."""
     # Room for whole answers: one that is cut earns no quality.
     scenario.write_text(scenario.read_text().replace("max_tokens = 12", "max_tokens = 56"))
-    done = command(tmp_path / "out", scenario, "--phase-rollouts", "4", "--heldout-every", "0")
-    subprocess.run([*done, "--set", "learner.value_pretraining_rollouts=4"], check=True)
+    arguments = ["--phase-rollouts", "4", "--heldout-every", "0", "--model", str(writer_model)]
+    arguments += ["--set", "learner.value_pretraining_rollouts=4"]
+    subprocess.run(command(tmp_path / "out", scenario, *arguments), check=True)
     results = read_results(tmp_path / "out" / "sao-seed0")
     trained = [row for row in results.rows if row["state"] == "trained"]
     assert len(trained) == 8

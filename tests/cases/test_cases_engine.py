@@ -8,11 +8,10 @@ import torch
 from learning import make_learner, on_policy, verdict
 from test_engine import GAP, Harness
 
-from online_sao.config import EMBEDDED_MODEL, LearnerConfig
+from online_sao.config import LearnerConfig
 from online_sao.engine.weight_file import write_weight_file
 from online_sao.learner.batch import make_batch
 from online_sao.learner.policy import Policy
-from online_sao.prepare import prepare_embedded
 from online_sao.types import RolloutState
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -30,23 +29,15 @@ def harness(tiny_model, tmp_path_factory):
     made.loop.close()
 
 
-@pytest.fixture(scope="module")
-def writer(model_home):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ONLINE_SAO_HOME", str(model_home))
-        return prepare_embedded(EMBEDDED_MODEL)
-
-
-@pytest.mark.model
-def test_c01_the_ratio_is_one_while_the_weights_are_unchanged(writer, tmp_path_factory):
-    engine = Harness(writer, tmp_path_factory.mktemp("weights"))
+def test_c01_the_ratio_is_one_while_the_weights_are_unchanged(writer_model, tmp_path_factory):
+    engine = Harness(writer_model, tmp_path_factory.mktemp("weights"))
     try:
         (rollout,) = engine.ask(temperature=LOW_TEMPERATURE, max_tokens=40)
     finally:
         engine.engine.shutdown()
         engine.loop.close()
     config = LearnerConfig(compute_dtype="float32", kl_coef=0.0)
-    policy = Policy(str(writer), config, torch.device("cpu"))
+    policy = Policy(str(writer_model), config, torch.device("cpu"))
     batch = make_batch([[_rewarded(rollout)]])
     now = policy.logprobs(batch)[batch.action_mask].numpy()
     ratios = np.exp(now - rollout.behavior_logprobs)
