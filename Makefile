@@ -3,6 +3,7 @@
 #   make serve    serve and learn until Ctrl-C          make dashboard   watch it
 #   make test     the tests                             make check       lint, types, imports
 #   make bench    update, growth, serving, loop: about an hour on two cores (docs/benchmarks.md)
+#   make test-long  what `make test` leaves out: load, attacks, browser, kills, mutations, nodes
 #   make chaos    kill processes of a served endpoint N times (N=40 SEED=0) and audit its store
 #   make cluster  several Ray nodes on this machine, PostgreSQL, one node lost
 #   make mutation each deliberate fault in the mathematics must make a test fail
@@ -20,7 +21,7 @@ TORCH_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepare demo serve dashboard test chaos cluster mutation check format bench clean distclean
+.PHONY: help setup prepare demo serve dashboard test test-long chaos cluster mutation check format bench clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,6 +54,9 @@ dashboard: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+test-long: setup
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 N ?= 40
 SEED ?= 0

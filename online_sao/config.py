@@ -128,8 +128,9 @@ class LearnerConfig(_Section):
     kl_direction: Literal["forward", "reverse"] = "forward"
     """The anchor is KL(start || policy), or KL(policy || start). The pull of the first does not
     fade where the policy has come to do one thing only. Ours."""
-    surprise_coef: float = Field(2.0, ge=0)
-    """Added to kl_coef times the critic's surprise (docs/algorithm.md). Ours."""
+    surprise_coef: float = Field(20.0, ge=0)
+    """kl_coef is multiplied by 1 + surprise_coef times the critic's surprise (docs/algorithm.md).
+    Ours."""
     surprise_rate: float = Field(0.05, gt=0, le=1)
     """Rate of the moving average of the critic's surprise, per rollout."""
     entropy_coef: float = Field(0.0, ge=0)
@@ -401,7 +402,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sao_k1": {"critic_updates": 1},
     "sao_full_critic": {"critic_trainable": "all"},
     "sao_value_after": {"value_timing": "after"},
-    "sao_no_anchor": {"kl_coef": 0.0, "surprise_coef": 0.0},
+    "sao_no_anchor": {"kl_coef": 0.0},
     "sao_no_surprise": {"surprise_coef": 0.0},
     "sao_reverse_anchor": {"kl_coef": 0.2, "kl_direction": "reverse", "surprise_coef": 0.0},
     "running_mean": {"advantage": "running_mean"},

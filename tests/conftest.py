@@ -1,7 +1,8 @@
 """What tests of every part share: a tiny model, and a home of their own.
 
 No test reads or writes the user's runs, and none reaches a hub or a paid service. Only the
-embedded model is kept in the user's cache, because making it takes a minute (`writer_model`).
+embedded model is kept in the user's cache, because making it takes minutes (`base_model`,
+`writer_model`).
 """
 
 import os
@@ -14,6 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # for modules shared by several folders
 
 from online_sao.config import EMBEDDED_MODEL, home
+from online_sao.prepare import EMBEDDED_BASE
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -38,6 +40,16 @@ def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONLINE_SAO_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session")
+def base_model() -> Path:
+    """The embedded model before its warm start; kept in the user's cache."""
+    from online_sao.prepare import prepare_embedded
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONLINE_SAO_HOME", str(USER_HOME))
+        return prepare_embedded(EMBEDDED_BASE)
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,7 @@ class TestDefaults:
         assert (learner.critic_updates, learner.critic_trainable) == (2, "mlp")
         assert learner.value_timing == "before"
         assert (learner.rollouts_per_update, learner.kl_coef) == (1, 0.1)
-        assert (learner.kl_direction, learner.surprise_coef) == ("forward", 2.0)
+        assert (learner.kl_direction, learner.surprise_coef) == ("forward", 20.0)
         assert (learner.policy_lr, learner.critic_lr) == (5e-5, 3e-5)
         assert (learner.adam_betas, learner.weight_decay) == ((0.9, 0.95), 0.0)
         assert learner.grad_clip_quantile is None
@@ -301,7 +301,7 @@ class TestPresets:
             ("sao_k1", {"critic_updates"}),
             ("sao_full_critic", {"critic_trainable"}),
             ("sao_value_after", {"value_timing"}),
-            ("sao_no_anchor", {"kl_coef", "surprise_coef"}),
+            ("sao_no_anchor", {"kl_coef"}),
             ("sao_no_surprise", {"surprise_coef"}),
             ("sao_reverse_anchor", {"kl_coef", "kl_direction", "surprise_coef"}),
             ("running_mean", {"advantage"}),  # from SAO in the baseline alone

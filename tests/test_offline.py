@@ -87,7 +87,7 @@ def whole(tiny_model, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("lag", ["0", "4"])
+@pytest.mark.parametrize("lag", [pytest.param("0", marks=pytest.mark.long), "4"])
 def test_the_same_seed_gives_the_same_numbers(tiny_model, scenario, tmp_path, whole, lag):
     more = ()
     if lag == "4":  # and another run beside it changes nothing
@@ -107,6 +107,7 @@ def test_the_same_seed_gives_the_same_numbers(tiny_model, scenario, tmp_path, wh
     assert max(row["policy/logprob_gap"] for row in at_once) < 1e-4
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_to_the_same_numbers(tiny_model, scenario, tmp_path, whole):
     cut = tmp_path / "cut"
     arguments = tiny(tiny_model)
@@ -127,6 +128,7 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(tiny_model, scenario, tm
     assert numbers(cut / "sao-seed0") == numbers(whole("4"))
 
 
+@pytest.mark.long
 def test_a_group_method_answers_each_prompt_several_times(tiny_model, scenario, tmp_path):
     settings = tiny(tiny_model, "learner.group_size=4", "learner.rollouts_per_update=4")
     subprocess.run(
@@ -214,6 +216,7 @@ def test_the_method_is_all_that_its_patterns_name():
         assert list(root.glob(pattern)), pattern
 
 
+@pytest.mark.long
 def test_the_embedded_model_learns_from_its_answers(writer_model, scenario, tmp_path):
     """The real model, bfloat16, as users run it."""
     # Room for whole answers: one that is cut earns no quality.

@@ -50,7 +50,7 @@ class Policy:
             clip_window=config.window,
         )
         self._start: Any = None
-        if config.kl_coef > 0 or config.surprise_coef > 0:
+        if config.kl_coef > 0:
             self._start = load_causal_lm(model, dtype, device).requires_grad_(False)
             self._start_decoder = Decoder(self._start.base_model)
 

@@ -89,6 +89,7 @@ def test_c09_without_a_session_header_each_request_stands_alone(endpoint):
     assert shown[0]["trained_version"] != shown[1]["trained_version"]
 
 
+@pytest.mark.long
 def test_c11_the_engine_dies_in_the_middle_of_a_weight_update(endpoint):
     """It is stopped before the update comes, and killed while the update waits for it."""
     endpoint.post("/v1/learning/pause", {"reason": "until the engine is stopped"})
@@ -138,6 +139,7 @@ def _name(process):
     return ""
 
 
+@pytest.mark.long
 def test_c13_a_restart_from_a_checkpoint_with_an_empty_queue(endpoint):
     """Last of this endpoint's: it stops it. Serving does not wait for the learner to learn."""
     until(lambda: not _waiting(endpoint))

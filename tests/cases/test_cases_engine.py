@@ -29,15 +29,15 @@ def harness(tiny_model, tmp_path_factory):
     made.loop.close()
 
 
-def test_c01_the_ratio_is_one_while_the_weights_are_unchanged(writer_model, tmp_path_factory):
-    engine = Harness(writer_model, tmp_path_factory.mktemp("weights"))
+def test_c01_the_ratio_is_one_while_the_weights_are_unchanged(base_model, tmp_path_factory):
+    engine = Harness(base_model, tmp_path_factory.mktemp("weights"))
     try:
         (rollout,) = engine.ask(temperature=LOW_TEMPERATURE, max_tokens=40)
     finally:
         engine.engine.shutdown()
         engine.loop.close()
     config = LearnerConfig(compute_dtype="float32", kl_coef=0.0)
-    policy = Policy(str(writer_model), config, torch.device("cpu"))
+    policy = Policy(str(base_model), config, torch.device("cpu"))
     batch = make_batch([[_rewarded(rollout)]])
     now = policy.logprobs(batch)[batch.action_mask].numpy()
     ratios = np.exp(now - rollout.behavior_logprobs)

@@ -17,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "build" / "screenshots"
+pytestmark = pytest.mark.long
+
 READY_S = 60
 STOP_S = 30
 ADMIN_KEY = "the-operators-key"

@@ -76,7 +76,7 @@ class Reference:
         else:
             values = values_before
 
-        coefficient = c.kl_coef + c.surprise_coef * max(0.0, self.surprise)
+        coefficient = c.kl_coef * (1 + c.surprise_coef * max(0.0, self.surprise))
         loss = torch.zeros(())
         all_advantages, all_ratios, all_kl, all_entropy = [], [], 0.0, 0.0
         for s, v in zip(sequences, values, strict=True):

@@ -116,7 +116,7 @@ class TestAgainstTheReference:
             {},
             {"kl_coef": 0.0},
             {"kl_coef": 1.0, "entropy_coef": 0.05},
-            {"kl_coef": 0.1, "surprise_coef": 0.5, "surprise_rate": 0.9},
+            {"kl_coef": 0.1, "surprise_coef": 5.0, "surprise_rate": 0.9},
             {"kl_coef": 0.5, "kl_direction": "forward"},
             {"policy_lr": 2e-4, "critic_lr": 5e-4},
             {"critic_updates": 1},
@@ -238,7 +238,7 @@ class TestOneUpdate:
             expected.append(result.metrics["critic/value_first"])
             surprise += 0.5 * ((expected[-1] - reward) - surprise)
             assert result.metrics["critic/surprise"] == pytest.approx(surprise, abs=1e-6)
-            coefficient = 0.1 + 2.0 * max(0.0, surprise)
+            coefficient = 0.1 * (1 + 2.0 * max(0.0, surprise))
         assert expected[0] == pytest.approx(0.8)  # from before it saw this reward
 
     @pytest.mark.parametrize("timing", ["before", "after"])

@@ -496,8 +496,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "surprise without its bound",
-            "config.surprise_coef * max(0.0, self.surprise)",
-            "config.surprise_coef * self.surprise",
+            "config.surprise_coef * max(0.0, self.surprise))",
+            "config.surprise_coef * self.surprise)",
         ),
         (
             "surprise upside down",

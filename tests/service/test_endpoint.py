@@ -324,6 +324,7 @@ def test_deleting_removes_the_text(endpoint):
     assert (rollout["answer"], rollout["messages"]) == ("", None)
 
 
+@pytest.mark.long
 def test_stop_leaves_nothing_and_a_restart_goes_on(endpoint):
     """Last in this file: it stops the endpoint and starts it again."""
     before = endpoint.get("/v1/learning").json()

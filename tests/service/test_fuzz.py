@@ -8,7 +8,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 TIMEOUT_S = 60  # an answer of a few tokens takes a fraction of a second
 OUR_ROUTES = r"^/(health|ready|v1/(preference|rollouts|feedback|learning|sessions))"

@@ -21,7 +21,7 @@ from online_sao.cli import main
 from online_sao.service.cleanup import own_processes
 from online_sao.service.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 USER, ADMIN = "user-key-of-the-tests", "admin-key-of-the-tests"
 KEYS = {API_KEY_VARIABLE: USER, ADMIN_KEY_VARIABLE: ADMIN}
