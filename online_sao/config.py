@@ -129,10 +129,10 @@ class LearnerConfig(_Section):
     """The anchor is KL(start || policy), or KL(policy || start). The pull of the first does not
     fade where the policy has come to do one thing only. Ours."""
     surprise_coef: float = Field(20.0, ge=0)
-    """kl_coef is multiplied by 1 + surprise_coef times the critic's surprise (docs/algorithm.md).
-    Ours."""
+    """kl_coef is multiplied by 1 + surprise_coef times the surprise: how far rewards stay below
+    what the critic, or a running mean, expected (docs/algorithm.md). Ours."""
     surprise_rate: float = Field(0.05, gt=0, le=1)
-    """Rate of the moving average of the critic's surprise, per rollout."""
+    """Rate of the moving average of the surprise, per rollout."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus per action token. Ours, off by default."""
     # critic
@@ -405,10 +405,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sao_no_anchor": {"kl_coef": 0.0},
     "sao_no_surprise": {"surprise_coef": 0.0},
     "sao_reverse_anchor": {"kl_coef": 0.2, "kl_direction": "reverse", "surprise_coef": 0.0},
-    "running_mean": {"advantage": "running_mean"},
-    "running_mean_no_dis": {"advantage": "running_mean", "objective": "none"},
-    "running_mean_per_prompt": {"advantage": "running_mean_per_prompt"},
-    "spo": {"advantage": "spo", "normalize_advantage_window": 128},
+    "running_mean": {"advantage": "running_mean", "surprise_coef": 0.0},
+    "running_mean_surprise": {"advantage": "running_mean"},
+    "running_mean_no_dis": {
+        "advantage": "running_mean",
+        "surprise_coef": 0.0,
+        "objective": "none",
+    },
+    "running_mean_per_prompt": {"advantage": "running_mean_per_prompt", "surprise_coef": 0.0},
+    "spo": {"advantage": "spo", "surprise_coef": 0.0, "normalize_advantage_window": 128},
     "grpo": {
         "advantage": "group",
         "objective": "ppo_clip",

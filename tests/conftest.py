@@ -1,8 +1,7 @@
 """What tests of every part share: a tiny model, and a home of their own.
 
 No test reads or writes the user's runs, and none reaches a hub or a paid service. Only the
-embedded model is kept in the user's cache, because making it takes minutes (`base_model`,
-`writer_model`).
+embedded model is kept in the user's cache, because making it takes a while (`base_model`).
 """
 
 import os
@@ -14,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for modules shared by several folders
 
-from online_sao.config import EMBEDDED_MODEL, home
+from online_sao.config import home
 from online_sao.prepare import EMBEDDED_BASE
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -50,20 +49,6 @@ def base_model() -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONLINE_SAO_HOME", str(USER_HOME))
         return prepare_embedded(EMBEDDED_BASE)
-
-
-@pytest.fixture(scope="session")
-def writer_model() -> Path:
-    """The embedded model after a third of its warm start: the same code, minutes less.
-
-    Made on the first use and kept in the user's cache, beside the whole one.
-    """
-    from online_sao import prepare
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ONLINE_SAO_HOME", str(USER_HOME))
-        patch.setattr(prepare, "WARM_START_EXAMPLES", 320)
-        return prepare.prepare_embedded(EMBEDDED_MODEL)
 
 
 @pytest.fixture(scope="session")

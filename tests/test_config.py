@@ -278,6 +278,7 @@ class TestPresets:
             "sao_no_surprise",
             "sao_reverse_anchor",
             "running_mean",
+            "running_mean_surprise",
             "running_mean_no_dis",
             "running_mean_per_prompt",
             "spo",
@@ -304,8 +305,10 @@ class TestPresets:
             ("sao_no_anchor", {"kl_coef"}),
             ("sao_no_surprise", {"surprise_coef"}),
             ("sao_reverse_anchor", {"kl_coef", "kl_direction", "surprise_coef"}),
-            ("running_mean", {"advantage"}),  # from SAO in the baseline alone
-            ("running_mean_no_dis", {"advantage", "objective"}),
+            # From SAO in the baseline alone; the other with an anchor of constant strength.
+            ("running_mean_surprise", {"advantage"}),
+            ("running_mean", {"advantage", "surprise_coef"}),
+            ("running_mean_no_dis", {"advantage", "surprise_coef", "objective"}),
             ("vapo", {"objective", "eps_low", "eps_high"}),
             ("step_average", {"advantage"}),
         ],

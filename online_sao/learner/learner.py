@@ -48,6 +48,8 @@ from online_sao.learner.policy import Policy, action_logprobs
 from online_sao.types import FloatArray, Rollout
 
 Metrics = dict[str, float | None]
+RUNNING_MEANS = ("running_mean", "running_mean_per_prompt")
+"""Estimators without a critic that expect a return, and so can be surprised by one."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,8 @@ class Learner:
 
         self.estimator.observe(batch)
         # What the critic expected: V from before it saw these rewards, whatever value_timing.
-        window_metrics = self._remember(batch, critic_step.values if critic_step else None)
+        expected = critic_step.values if critic_step else None
+        window_metrics = self._remember(batch, expected, advantages)
         critic_lr = self._critic_lr() if self.critic else None
         self.num_updates += 1
         with torch.no_grad():
@@ -299,16 +302,21 @@ class Learner:
         share = min(1.0, (self.num_updates + 1) / warmup) if warmup else 1.0
         return self.config.critic_lr * share
 
-    def _remember(self, batch: Batch, values: Tensor | None) -> dict[str, Any]:
+    def _remember(self, batch: Batch, values: Tensor | None, advantages: Tensor) -> dict[str, Any]:
         """Windowed statistics; a single rollout has no variance to explain."""
-        if values is None:
-            return {}
+        at_first = batch.first_action_index()[:, None]
         returns = batch.returns().tolist()
-        first = values.gather(1, batch.first_action_index()[:, None])[:, 0].tolist()
+        if values is None:
+            if self.config.advantage not in RUNNING_MEANS:
+                return {}
+            # R - mean is the advantage of every token.
+            for advantage in advantages.gather(1, at_first)[:, 0].tolist():
+                self._note_surprise(-advantage)
+            return {"advantage/surprise": self.surprise}
+        first = values.gather(1, at_first)[:, 0].tolist()
         for value, reward in zip(first, returns, strict=True):
             self._window.append((value, reward))
-            rate = self.config.surprise_rate
-            self.surprise += rate * ((value - reward) - self.surprise)
+            self._note_surprise(value - reward)
         return {
             "critic/value_first": sum(first) / len(first),
             "critic/surprise": self.surprise,
@@ -316,6 +324,10 @@ class Learner:
                 [value for value, _ in self._window], [reward for _, reward in self._window]
             ),
         }
+
+    def _note_surprise(self, gap: float) -> None:
+        """`gap`: by how much a return was below what was expected of it."""
+        self.surprise += self.config.surprise_rate * (gap - self.surprise)
 
     def _refused(self, batch: Batch, where: str) -> UpdateResult:
         """A number was not finite: leave everything as it was, and say so."""

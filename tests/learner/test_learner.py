@@ -227,6 +227,20 @@ class TestOneUpdate:
             # AdamW on a gradient of steady sign: about one learning rate per step
             assert learner.critic.head.bias.item() - before == pytest.approx(lr, rel=0.1)
 
+    def test_a_running_mean_is_surprised_by_what_it_expected_too_much(self, tiny_model):
+        changes = {"surprise_rate": 0.5, "kl_coef": 0.1, "surprise_coef": 2.0}
+        learner = make_learner(tiny_model, "running_mean_surprise", **changes)
+        surprise, coefficient, seen = 0.0, 0.1, []
+        for reward in (1.0, 1.0, 0.0, 0.0, 1.0):
+            result = learner.update([[make_rollout(reward=reward)]])
+            expected = np.mean(seen) if seen else reward  # nothing is expected of the first
+            surprise += 0.5 * ((expected - reward) - surprise)
+            assert result.metrics["policy/kl_coef"] == pytest.approx(coefficient, abs=1e-6)
+            assert result.metrics["advantage/surprise"] == pytest.approx(surprise, abs=1e-6)
+            coefficient = 0.1 * (1 + 2.0 * max(0.0, surprise))
+            seen.append(reward)
+        assert coefficient > 0.1
+
     def test_surprise_follows_what_the_critic_expected_too_much(self, tiny_model):
         learner = make_learner(tiny_model, surprise_rate=0.5, kl_coef=0.1, surprise_coef=2.0)
         with torch.no_grad():

@@ -501,8 +501,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "surprise upside down",
-            "((value - reward) - self.surprise)",
-            "((reward - value) - self.surprise)",
+            "self._note_surprise(value - reward)",
+            "self._note_surprise(reward - value)",
         ),
         (
             "an entropy bonus that is a penalty",
