@@ -53,6 +53,8 @@ MARKED = frozenset({"scored", "unscored", "skipped"})
 POLL_S = 0.4  # default of --poll: below an update's time; a look costs the endpoint 40 ms
 PAGE = 200  # rollouts per listing
 EVALUATION_USERS = 16  # learning is paused meanwhile, so all cores may generate
+SERVED_WITHIN_S = 10.0  # a publish takes about a second
+SERVED_POLL_S = 0.1
 STALL_S = 600.0  # nothing at all finished for this long: give up
 NOTICE_S = 15.0  # nothing finished for this long: say why, if the endpoint knows
 READY_S = 3600.0  # model preparation and value pretraining come before /ready
@@ -486,16 +488,32 @@ class Run:
         # about the time of one.
         while wave := list(itertools.islice(requests, users)):
             await self._until_open(self.scenario.max_in_flight - len(wave))
+            if not self._open:
+                await self._until_served()
             if phase.mixed:
                 await self.endpoint.prefer(wave[0].style, wave[0].pool, f"request of {phase.name}")
             await _together([ask(request) for request in wave])
         await self._until_open(0)
+        await self._until_served()
 
     async def _until_open(self, count: int) -> None:
         """Returns when at most `count` answers wait for their update."""
         while len(self._open) > count:
             self._settled.clear()
             await self._settled.wait()
+
+    async def _until_served(self) -> None:
+        """Returns when the weights that were trained last answer: a publish takes a moment.
+
+        Else each wave would be answered by the weights from before the last one. An endpoint
+        that does not get to it in SERVED_WITHIN_S (a publish failed, say) is not waited for.
+        """
+        deadline = time.monotonic() + SERVED_WITHIN_S
+        while self._weight_version is not None and time.monotonic() < deadline:
+            serving = (await self.endpoint.learning()).get("serving_version")
+            if serving is None or serving >= self._weight_version:
+                return
+            await asyncio.sleep(min(SERVED_POLL_S, self._poll_s))
 
     def _opened(self, rollout_id: str, request: Request) -> None:
         self._moved = time.monotonic()

@@ -14,6 +14,7 @@ import random
 import socket
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -43,6 +44,8 @@ class FakeEndpoint:
         self.pauses = 0
         self.trained_while_paused = 0
         self.version = 0
+        self.publish_s = 0.0  # from an update to its weights serving
+        self._trained_at: list[float] = []
         self.max_in_flight = 0
         self._asking = 0
         self._logits = dict.fromkeys(TOPICS.styles, 0.0)
@@ -53,6 +56,11 @@ class FakeEndpoint:
     @property
     def by_id(self) -> dict[str, dict[str, Any]]:
         return {record["id"]: record for record in self.records}
+
+    @property
+    def serving(self) -> int:
+        """The version that answers."""
+        return bisect_right(self._trained_at, time.monotonic() - self.publish_s)
 
     @property
     def training(self) -> list[dict[str, Any]]:
@@ -143,6 +151,7 @@ class FakeEndpoint:
                 states[record["state"]] = states.get(record["state"], 0) + 1
             return {
                 "weight_version": self.version,
+                "serving_version": self.serving,
                 "updates": self.version,
                 "paused": self.paused,
                 "pause_reason": "paused by hand" if self.paused else None,
@@ -192,8 +201,8 @@ class FakeEndpoint:
             "messages": messages,
             "finish_reason": "stop",
             "num_action_tokens": len(answer.split()),
-            "weight_version_start": self.version,
-            "weight_version_end": self.version,
+            "weight_version_start": self.serving,
+            "weight_version_end": self.serving,
             "trained_version": None,
             "metrics": None,
             "topic": topic,
@@ -253,6 +262,7 @@ class FakeEndpoint:
         self._values[style] += 0.2 * (record["reward"] - self._values[style])
         lag = self.version - record["weight_version_start"]
         self.version += 1
+        self._trained_at.append(time.monotonic())
         record["state"] = "trained"
         record["trained_version"] = self.version
         record["metrics"] = {

@@ -282,6 +282,17 @@ def test_a_refusal_is_not_asked_again(fake, url, call, tmp_path):
     assert not fake.paused  # it failed in an evaluation, with learning paused
 
 
+def test_each_wave_is_answered_by_what_the_one_before_taught(fake, url, run, tmp_path):
+    fake.publish_s = 0.2
+    (tmp_path / "short.toml").write_text(SHORT)
+    code, _, err = run("live.py", tmp_path / "short.toml", "--url", url, "--out", "o", *QUICK)
+    assert code == 0, err
+    lags = [row["policy_lag"] for row in read_results(tmp_path / "o").rows]
+    assert sorted(lags) == sorted(3 * [0, 1, 2, 3])  # three waves of four
+    answered_by = {r["weight_version_start"] for r in fake.records if r["id"] in fake.opted_out}
+    assert 12 in answered_by  # the last evaluation
+
+
 def test_endpoint_lost_in_the_middle(start, run, tmp_path):
     (tmp_path / "short.toml").write_text(SHORT.replace("rollouts = 12", "rollouts = 300"))
     fake = FakeEndpoint(update_s=0.02)
