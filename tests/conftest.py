@@ -32,6 +32,20 @@ def _no_keys_and_a_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _contexts_wait_for_no_socket() -> Iterator[None]:
+    """An engine that a test is done with leaves zmq contexts and their sockets to the garbage
+    collector. A context's finalizer waits until its sockets are closed; where theirs come after
+    it, that is for ever, in whatever thread the collector runs. Without it the sockets are closed
+    by their finalizers, and the context goes after all of them.
+    """
+    import zmq
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zmq.Context, "__del__", lambda self: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """ONLINE_SAO_HOME of this test alone."""
