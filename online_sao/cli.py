@@ -98,8 +98,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="runs at a time, each on its share of the cores (default 1)",
     )
-    train.add_argument("--phase-rollouts", type=int, metavar="N")
-    train.add_argument("--heldout-every", type=int, metavar="N")
+    train.add_argument("--phase-rollouts", type=int, metavar="N", help="rollouts in each phase")
+    train.add_argument(
+        "--heldout-every", type=int, metavar="N", help="rollouts between held-out evaluations"
+    )
     train.add_argument(
         "--heldout-answers", type=int, metavar="N", help="held-out answers per evaluation"
     )

@@ -310,6 +310,17 @@ class TestOneUpdate:
         assert changed(masters, after) == set()
 
 
+def second_gradient_is_bad():
+    """A hook that makes the second gradient it sees not finite, and the list of its calls."""
+    calls = []
+
+    def hook(gradient):
+        calls.append(1)
+        return gradient * (math.nan if len(calls) == 2 else 1)
+
+    return calls, hook
+
+
 class TestRefused:
     """A number that is not finite makes the update a no-op that says so."""
 
@@ -368,12 +379,7 @@ class TestRefused:
     def test_a_second_critic_step(self, tiny_model):
         """With values taken after it, the first step is undone with it."""
         learner = make_learner(tiny_model, value_timing="after", critic_updates=2)
-        calls = []
-
-        def second_is_bad(gradient):
-            calls.append(1)
-            return gradient * (math.nan if len(calls) == 2 else 1)
-
+        calls, second_is_bad = second_gradient_is_bad()
         learner.critic.head.bias.register_hook(second_is_bad)
         self.refuse(learner, [[make_rollout()]], "critic")
         assert len(calls) == 2
@@ -381,12 +387,7 @@ class TestRefused:
     def test_a_second_critic_step_after_the_policy_has_moved(self, tiny_model):
         """Values were taken before: the update stands, and says that the critic stopped short."""
         learner = make_learner(tiny_model, value_timing="before", critic_updates=3)
-        calls = []
-
-        def second_is_bad(gradient):
-            calls.append(1)
-            return gradient * (math.nan if len(calls) == 2 else 1)
-
+        _, second_is_bad = second_gradient_is_bad()
         hook = learner.critic.head.bias.register_hook(second_is_bad)
         result = learner.update([[make_rollout()]])
         assert result.applied
