@@ -129,8 +129,11 @@ class LearnerConfig(_Section):
     """The anchor is KL(start || policy), or KL(policy || start). The pull of the first does not
     fade where the policy has come to do one thing only. Ours."""
     surprise_coef: float = Field(20.0, ge=0)
-    """kl_coef is multiplied by 1 + surprise_coef times the surprise: how far rewards stay below
-    what the critic, or a running mean, expected (docs/algorithm.md). Ours."""
+    """kl_coef is multiplied by 1 + surprise_coef times the surprise beyond its margin: how far
+    rewards stay below what the critic, or a running mean, expected (docs/algorithm.md). Ours."""
+    surprise_margin: float = Field(0.15, ge=0, le=1)
+    """Surprise up to here is taken for noise and changes nothing: where the policy is settled, a
+    failure must not strengthen the anchor, which would make more of them."""
     surprise_rate: float = Field(0.05, gt=0, le=1)
     """Rate of the moving average of the surprise, per rollout."""
     entropy_coef: float = Field(0.0, ge=0)

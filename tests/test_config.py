@@ -167,6 +167,7 @@ class TestRefused:
             ("learner.grad_clip_quantile", 0),
             ("learner.grad_clip_quantile", 1.1),
             ("learner.surprise_rate", 0),
+            ("learner.surprise_margin", 1.5),
             ("learner.window", 1),
             ("learner.group_size", 1),
             ("learner.normalize_advantage_window", -1),

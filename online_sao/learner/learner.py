@@ -255,7 +255,8 @@ class Learner:
         term = logits.new_zeros(())
         metrics: dict[str, Any] = {"policy/kl_to_start": None}
         if self.policy.is_anchored:
-            coefficient = config.kl_coef * (1 + config.surprise_coef * max(0.0, self.surprise))
+            beyond_noise = max(0.0, self.surprise - config.surprise_margin)
+            coefficient = config.kl_coef * (1 + config.surprise_coef * beyond_noise)
             start = self.policy.start_logits(batch)
             kl = kl_to_reference(logits, start).sum() / batch.num_actions
             pull = kl

@@ -76,7 +76,8 @@ class Reference:
         else:
             values = values_before
 
-        coefficient = c.kl_coef * (1 + c.surprise_coef * max(0.0, self.surprise))
+        beyond = self.surprise - c.surprise_margin
+        coefficient = c.kl_coef * (1 + c.surprise_coef * beyond) if beyond > 0 else c.kl_coef
         loss = torch.zeros(())
         all_advantages, all_ratios, all_kl, all_entropy = [], [], 0.0, 0.0
         for s, v in zip(sequences, values, strict=True):

@@ -116,7 +116,8 @@ class TestAgainstTheReference:
             {},
             {"kl_coef": 0.0},
             {"kl_coef": 1.0, "entropy_coef": 0.05},
-            {"kl_coef": 0.1, "surprise_coef": 5.0, "surprise_rate": 0.9},
+            {"kl_coef": 0.1, "surprise_coef": 5.0, "surprise_rate": 0.9, "surprise_margin": 0.0},
+            {"kl_coef": 0.1, "surprise_coef": 5.0, "surprise_rate": 0.9, "surprise_margin": 0.3},
             {"kl_coef": 0.5, "kl_direction": "forward"},
             {"policy_lr": 2e-4, "critic_lr": 5e-4},
             {"critic_updates": 1},
@@ -229,6 +230,7 @@ class TestOneUpdate:
 
     def test_a_running_mean_is_surprised_by_what_it_expected_too_much(self, tiny_model):
         changes = {"surprise_rate": 0.5, "kl_coef": 0.1, "surprise_coef": 2.0}
+        changes["surprise_margin"] = 0.03
         learner = make_learner(tiny_model, "running_mean_surprise", **changes)
         surprise, coefficient, seen = 0.0, 0.1, []
         for reward in (1.0, 1.0, 0.0, 0.0, 1.0):
@@ -237,12 +239,13 @@ class TestOneUpdate:
             surprise += 0.5 * ((expected - reward) - surprise)
             assert result.metrics["policy/kl_coef"] == pytest.approx(coefficient, abs=1e-6)
             assert result.metrics["advantage/surprise"] == pytest.approx(surprise, abs=1e-6)
-            coefficient = 0.1 * (1 + 2.0 * max(0.0, surprise))
+            coefficient = 0.1 * (1 + 2.0 * max(0.0, surprise - 0.03))
             seen.append(reward)
         assert coefficient > 0.1
 
     def test_surprise_follows_what_the_critic_expected_too_much(self, tiny_model):
-        learner = make_learner(tiny_model, surprise_rate=0.5, kl_coef=0.1, surprise_coef=2.0)
+        changes = {"surprise_rate": 0.5, "kl_coef": 0.1, "surprise_coef": 2.0}
+        learner = make_learner(tiny_model, surprise_margin=0.5, **changes)
         with torch.no_grad():
             learner.critic.head.bias.fill_(0.8)
         expected, surprise, coefficient = [], 0.0, 0.1
@@ -252,7 +255,8 @@ class TestOneUpdate:
             expected.append(result.metrics["critic/value_first"])
             surprise += 0.5 * ((expected[-1] - reward) - surprise)
             assert result.metrics["critic/surprise"] == pytest.approx(surprise, abs=1e-6)
-            coefficient = 0.1 * (1 + 2.0 * max(0.0, surprise))
+            # 0.4 is within the margin, 0.6 is not; what is won is no surprise
+            coefficient = 0.1 * (1 + 2.0 * max(0.0, surprise - 0.5))
         assert expected[0] == pytest.approx(0.8)  # from before it saw this reward
 
     @pytest.mark.parametrize("timing", ["before", "after"])

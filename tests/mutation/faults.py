@@ -496,8 +496,13 @@ FAULTS: list[Fault] = [
         ),
         (
             "surprise without its bound",
-            "config.surprise_coef * max(0.0, self.surprise))",
-            "config.surprise_coef * self.surprise)",
+            "beyond_noise = max(0.0, self.surprise - config.surprise_margin)",
+            "beyond_noise = self.surprise - config.surprise_margin",
+        ),
+        (
+            "surprise without its margin",
+            "max(0.0, self.surprise - config.surprise_margin)",
+            "max(0.0, self.surprise)",
         ),
         (
             "surprise upside down",
@@ -529,8 +534,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "explained variance of values that know the rewards",
-            "self._remember(batch, critic_step.values if critic_step else None)",
-            "self._remember(batch, values)",
+            "expected = critic_step.values if critic_step else None",
+            "expected = values if critic_step else None",
         ),
     ),
     *_update(

@@ -1,6 +1,7 @@
 """Runs the mutation check, and checks that it can fail."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,15 @@ def run(*arguments):
     return subprocess.run(
         [sys.executable, str(RUN), *map(str, arguments)], capture_output=True, text=True
     )
+
+
+def test_every_fault_is_one_of_todays_code():
+    """Quick, so that a change that leaves a fault behind is seen before the long check."""
+    check = runpy.run_path(str(RUN))
+    faults = runpy.run_path(str(RUN.with_name("faults.py")))["FAULTS"]
+    assert len(faults) >= 16
+    for fault in faults:
+        check["mutant"](fault, check["ROOT"])
 
 
 @pytest.mark.long

@@ -327,6 +327,7 @@ def test_deleting_removes_the_text(endpoint):
 @pytest.mark.long
 def test_stop_leaves_nothing_and_a_restart_goes_on(endpoint):
     """Last in this file: it stops the endpoint and starts it again."""
+    assert endpoint.settled(endpoint.chat().json()["id"])["state"] == "trained"
     before = endpoint.get("/v1/learning").json()
     assert before["updates"] > 0
     assert own_processes(endpoint.run_dir)
