@@ -76,12 +76,6 @@ GROUPS = (
                 "reward within a few dozen rollouts.",
             ),
             Metric(
-                "critic/surprise",
-                "Surprise",
-                "Moving mean of V minus reward: far above 0 right after a switch, then back to 0.",
-                zero=False,
-            ),
-            Metric(
                 "advantage/abs_mean",
                 "Advantage, mean size",
                 "How much there is to learn per token: near 0 all the time means that nothing is "
@@ -92,6 +86,13 @@ GROUPS = (
     Group(
         "How far has the policy gone?",
         (
+            Metric(
+                "rollout/reward_drop",
+                "Drop of the reward",
+                "Mean reward of about fifty rollouts less that of ten: far above 0 after a switch, "
+                "when the anchor pulls harder until rewards come back.",
+                zero=False,
+            ),
             Metric(
                 "policy/kl_to_start",
                 "KL to the start policy",

@@ -128,14 +128,16 @@ class LearnerConfig(_Section):
     kl_direction: Literal["forward", "reverse"] = "forward"
     """The anchor is KL(start || policy), or KL(policy || start). The pull of the first does not
     fade where the policy has come to do one thing only. Ours."""
-    surprise_coef: float = Field(20.0, ge=0)
-    """kl_coef is multiplied by 1 + surprise_coef times the surprise beyond its margin: how far
-    rewards stay below what the critic, or a running mean, expected (docs/algorithm.md). Ours."""
-    surprise_margin: float = Field(0.15, ge=0, le=1)
-    """Surprise up to here is taken for noise and changes nothing: where the policy is settled, a
+    reward_drop_coef: float = Field(40.0, ge=0)
+    """kl_coef is multiplied by 1 + reward_drop_coef times the drop of the reward beyond its margin:
+    by how much recent rewards are lower than usual (docs/algorithm.md). Ours."""
+    reward_drop_margin: float = Field(0.2, ge=0, le=1)
+    """A drop up to here is taken for noise and changes nothing: where the policy is settled, a
     failure must not strengthen the anchor, which would make more of them."""
-    surprise_rate: float = Field(0.05, gt=0, le=1)
-    """Rate of the moving average of the surprise, per rollout."""
+    recent_reward_rate: float = Field(0.1, gt=0, le=1)
+    """Rate, per rollout, of the moving average that is the recent reward."""
+    usual_reward_rate: float = Field(0.02, gt=0, le=1)
+    """Rate, per rollout, of the moving average that is the usual reward: how long a drop lasts."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus per action token. Ours, off by default."""
     # critic
@@ -406,17 +408,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sao_full_critic": {"critic_trainable": "all"},
     "sao_value_after": {"value_timing": "after"},
     "sao_no_anchor": {"kl_coef": 0.0},
-    "sao_no_surprise": {"surprise_coef": 0.0},
-    "sao_reverse_anchor": {"kl_coef": 0.2, "kl_direction": "reverse", "surprise_coef": 0.0},
-    "running_mean": {"advantage": "running_mean", "surprise_coef": 0.0},
-    "running_mean_surprise": {"advantage": "running_mean"},
-    "running_mean_no_dis": {
-        "advantage": "running_mean",
-        "surprise_coef": 0.0,
-        "objective": "none",
-    },
-    "running_mean_per_prompt": {"advantage": "running_mean_per_prompt", "surprise_coef": 0.0},
-    "spo": {"advantage": "spo", "surprise_coef": 0.0, "normalize_advantage_window": 128},
+    "sao_constant_anchor": {"reward_drop_coef": 0.0},
+    "sao_reverse_anchor": {"kl_coef": 0.2, "kl_direction": "reverse", "reward_drop_coef": 0.0},
+    "running_mean": {"advantage": "running_mean"},
+    "running_mean_constant_anchor": {"advantage": "running_mean", "reward_drop_coef": 0.0},
+    "running_mean_no_dis": {"advantage": "running_mean", "objective": "none"},
+    "running_mean_per_prompt": {"advantage": "running_mean_per_prompt"},
+    "spo": {"advantage": "spo", "normalize_advantage_window": 128},
     "grpo": {
         "advantage": "group",
         "objective": "ppo_clip",

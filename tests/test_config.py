@@ -48,7 +48,7 @@ class TestDefaults:
         assert (learner.critic_updates, learner.critic_trainable) == (2, "mlp")
         assert learner.value_timing == "before"
         assert (learner.rollouts_per_update, learner.kl_coef) == (1, 0.1)
-        assert (learner.kl_direction, learner.surprise_coef) == ("forward", 20.0)
+        assert (learner.kl_direction, learner.reward_drop_coef) == ("forward", 40.0)
         assert (learner.policy_lr, learner.critic_lr) == (5e-5, 3e-5)
         assert (learner.adam_betas, learner.weight_decay) == ((0.9, 0.95), 0.0)
         assert learner.grad_clip_quantile is None
@@ -166,8 +166,9 @@ class TestRefused:
             ("learner.rollouts_per_update", 0),
             ("learner.grad_clip_quantile", 0),
             ("learner.grad_clip_quantile", 1.1),
-            ("learner.surprise_rate", 0),
-            ("learner.surprise_margin", 1.5),
+            ("learner.usual_reward_rate", 0),
+            ("learner.recent_reward_rate", 1.5),
+            ("learner.reward_drop_margin", 1.5),
             ("learner.window", 1),
             ("learner.group_size", 1),
             ("learner.normalize_advantage_window", -1),
@@ -276,10 +277,10 @@ class TestPresets:
             "sao_full_critic",
             "sao_value_after",
             "sao_no_anchor",
-            "sao_no_surprise",
+            "sao_constant_anchor",
             "sao_reverse_anchor",
             "running_mean",
-            "running_mean_surprise",
+            "running_mean_constant_anchor",
             "running_mean_no_dis",
             "running_mean_per_prompt",
             "spo",
@@ -304,12 +305,11 @@ class TestPresets:
             ("sao_full_critic", {"critic_trainable"}),
             ("sao_value_after", {"value_timing"}),
             ("sao_no_anchor", {"kl_coef"}),
-            ("sao_no_surprise", {"surprise_coef"}),
-            ("sao_reverse_anchor", {"kl_coef", "kl_direction", "surprise_coef"}),
-            # From SAO in the baseline alone; the other with an anchor of constant strength.
-            ("running_mean_surprise", {"advantage"}),
-            ("running_mean", {"advantage", "surprise_coef"}),
-            ("running_mean_no_dis", {"advantage", "surprise_coef", "objective"}),
+            ("sao_constant_anchor", {"reward_drop_coef"}),
+            ("sao_reverse_anchor", {"kl_coef", "kl_direction", "reward_drop_coef"}),
+            ("running_mean", {"advantage"}),
+            ("running_mean_constant_anchor", {"advantage", "reward_drop_coef"}),
+            ("running_mean_no_dis", {"advantage", "objective"}),
             ("vapo", {"objective", "eps_low", "eps_high"}),
             ("step_average", {"advantage"}),
         ],
@@ -327,7 +327,7 @@ class TestPresets:
             "sao_full_critic",
             "sao_value_after",
             "sao_no_anchor",
-            "sao_no_surprise",
+            "sao_constant_anchor",
             "sao_reverse_anchor",
             "vapo",
             "step_average",

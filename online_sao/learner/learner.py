@@ -48,8 +48,6 @@ from online_sao.learner.policy import Policy, action_logprobs
 from online_sao.types import FloatArray, Rollout
 
 Metrics = dict[str, float | None]
-RUNNING_MEANS = ("running_mean", "running_mean_per_prompt")
-"""Estimators without a critic that expect a return, and so can be surprised by one."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,8 @@ class Learner:
         self.critic = Critic(model, config, self.device) if config.uses_critic else None
         self.estimator: Estimator = make_estimator(config, self._current_logprobs)
         self.num_updates = 0
-        self.surprise = 0.0
+        # Moving averages. From 0, so that a first few rewards are no usual ones to drop from.
+        self.usual_reward = self.recent_reward = 0.0
         self._critic_before: Snapshot | None = None  # during an update that may be undone
         # V at the first token and the return of past rollouts, for explained variance.
         self._window: deque[tuple[float, float]] = deque(maxlen=config.window)
@@ -176,7 +175,7 @@ class Learner:
         self.estimator.observe(batch)
         # What the critic expected: V from before it saw these rewards, whatever value_timing.
         expected = critic_step.values if critic_step else None
-        window_metrics = self._remember(batch, expected, advantages)
+        window_metrics = self._remember(batch, expected)
         critic_lr = self._critic_lr() if self.critic else None
         self.num_updates += 1
         with torch.no_grad():
@@ -255,8 +254,8 @@ class Learner:
         term = logits.new_zeros(())
         metrics: dict[str, Any] = {"policy/kl_to_start": None}
         if self.policy.is_anchored:
-            beyond_noise = max(0.0, self.surprise - config.surprise_margin)
-            coefficient = config.kl_coef * (1 + config.surprise_coef * beyond_noise)
+            beyond_noise = max(0.0, self.reward_drop - config.reward_drop_margin)
+            coefficient = config.kl_coef * (1 + config.reward_drop_coef * beyond_noise)
             start = self.policy.start_logits(batch)
             kl = kl_to_reference(logits, start).sum() / batch.num_actions
             pull = kl
@@ -303,32 +302,28 @@ class Learner:
         share = min(1.0, (self.num_updates + 1) / warmup) if warmup else 1.0
         return self.config.critic_lr * share
 
-    def _remember(self, batch: Batch, values: Tensor | None, advantages: Tensor) -> dict[str, Any]:
-        """Windowed statistics; a single rollout has no variance to explain."""
-        at_first = batch.first_action_index()[:, None]
+    @property
+    def reward_drop(self) -> float:
+        """By how much rewards have lately been lower than usual; negative while they rise."""
+        return self.usual_reward - self.recent_reward
+
+    def _remember(self, batch: Batch, values: Tensor | None) -> dict[str, Any]:
+        """Statistics over many rollouts; a single one has no variance to explain."""
         returns = batch.returns().tolist()
+        for reward in returns:
+            self.usual_reward += self.config.usual_reward_rate * (reward - self.usual_reward)
+            self.recent_reward += self.config.recent_reward_rate * (reward - self.recent_reward)
+        metrics: dict[str, Any] = {"rollout/reward_drop": self.reward_drop}
         if values is None:
-            if self.config.advantage not in RUNNING_MEANS:
-                return {}
-            # R - mean is the advantage of every token.
-            for advantage in advantages.gather(1, at_first)[:, 0].tolist():
-                self._note_surprise(-advantage)
-            return {"advantage/surprise": self.surprise}
-        first = values.gather(1, at_first)[:, 0].tolist()
-        for value, reward in zip(first, returns, strict=True):
-            self._window.append((value, reward))
-            self._note_surprise(value - reward)
-        return {
+            return metrics
+        first = values.gather(1, batch.first_action_index()[:, None])[:, 0].tolist()
+        self._window.extend(zip(first, returns, strict=True))
+        return metrics | {
             "critic/value_first": sum(first) / len(first),
-            "critic/surprise": self.surprise,
             "critic/explained_variance": explained_variance(
                 [value for value, _ in self._window], [reward for _, reward in self._window]
             ),
         }
-
-    def _note_surprise(self, gap: float) -> None:
-        """`gap`: by how much a return was below what was expected of it."""
-        self.surprise += self.config.surprise_rate * (gap - self.surprise)
 
     def _refused(self, batch: Batch, where: str) -> UpdateResult:
         """A number was not finite: leave everything as it was, and say so."""
@@ -357,7 +352,8 @@ class Learner:
         """JSON; together with the parameters' and optimisers' tensors it is everything."""
         return {
             "num_updates": self.num_updates,
-            "surprise": self.surprise,
+            "usual_reward": self.usual_reward,
+            "recent_reward": self.recent_reward,
             "window": list(self._window),
             "estimator": self.estimator.state_dict(),
             "policy": self.policy.parameters.state_dict(),
@@ -366,7 +362,8 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_updates = state["num_updates"]
-        self.surprise = state["surprise"]
+        self.usual_reward = state["usual_reward"]
+        self.recent_reward = state["recent_reward"]
         self._window.clear()
         self._window.extend((value, reward) for value, reward in state["window"])
         self.estimator.load_state_dict(state["estimator"])

@@ -312,7 +312,7 @@ def _metrics(
         "critic/value_target_mean": float(reward),
         "critic/explained_variance": None if index < 8 else float(np.tanh(index / count) * 0.5),
         "critic/grad_norm": float(0.3 + 60 * surprise * rng.random()),
-        "critic/surprise": float(value - reward) * 0.2,
+        "rollout/reward_drop": float(value - reward) * 0.2,
         "rollout/reward": float(reward),
         "rollout/num_action_tokens": float(20 + rng.integers(0, 8)),
         "rollout/policy_lag_max": float(lag),

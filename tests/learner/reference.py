@@ -62,7 +62,7 @@ class Reference:
             [*trained, *self.head.parameters()], lr=config.critic_lr, **settings
         )
         self.updates = 0
-        self.surprise = 0.0
+        self.usual = self.recent = 0.0
 
     def update(self, trajectories: list[list[Rollout]]) -> dict[str, object]:
         c = self.config
@@ -76,8 +76,8 @@ class Reference:
         else:
             values = values_before
 
-        beyond = self.surprise - c.surprise_margin
-        coefficient = c.kl_coef * (1 + c.surprise_coef * beyond) if beyond > 0 else c.kl_coef
+        beyond = self.usual - self.recent - c.reward_drop_margin
+        coefficient = c.kl_coef * (1 + c.reward_drop_coef * beyond) if beyond > 0 else c.kl_coef
         loss = torch.zeros(())
         all_advantages, all_ratios, all_kl, all_entropy = [], [], 0.0, 0.0
         for s, v in zip(sequences, values, strict=True):
@@ -109,8 +109,10 @@ class Reference:
 
         if c.value_timing == "before":
             self.critic_steps(sequences, n)
-        for s, v in zip(sequences, values_before, strict=True):
-            self.surprise += c.surprise_rate * ((v[0] - sum(s.rewards)) - self.surprise)
+        for s in sequences:
+            a, b = c.usual_reward_rate, c.recent_reward_rate
+            self.usual = (1 - a) * self.usual + a * sum(s.rewards)
+            self.recent = (1 - b) * self.recent + b * sum(s.rewards)
         self.updates += 1
         return {
             "values": values,

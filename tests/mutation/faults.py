@@ -495,21 +495,6 @@ FAULTS: list[Fault] = [
             "if False:",
         ),
         (
-            "surprise without its bound",
-            "beyond_noise = max(0.0, self.surprise - config.surprise_margin)",
-            "beyond_noise = self.surprise - config.surprise_margin",
-        ),
-        (
-            "surprise without its margin",
-            "max(0.0, self.surprise - config.surprise_margin)",
-            "max(0.0, self.surprise)",
-        ),
-        (
-            "surprise upside down",
-            "self._note_surprise(value - reward)",
-            "self._note_surprise(reward - value)",
-        ),
-        (
             "an entropy bonus that is a penalty",
             "term = term - config.entropy_coef",
             "term = term + config.entropy_coef",
@@ -536,6 +521,29 @@ FAULTS: list[Fault] = [
             "explained variance of values that know the rewards",
             "expected = critic_step.values if critic_step else None",
             "expected = values if critic_step else None",
+        ),
+    ),
+    *_update(
+        "TestOneUpdate::test_the_anchor_is_stronger_while_rewards_are_lower_than_usual",
+        (
+            "a rise of the reward weakens the anchor",
+            "beyond_noise = max(0.0, self.reward_drop - config.reward_drop_margin)",
+            "beyond_noise = self.reward_drop - config.reward_drop_margin",
+        ),
+        (
+            "a drop without its margin",
+            "max(0.0, self.reward_drop - config.reward_drop_margin)",
+            "max(0.0, self.reward_drop)",
+        ),
+        (
+            "a drop upside down",
+            "return self.usual_reward - self.recent_reward",
+            "return self.recent_reward - self.usual_reward",
+        ),
+        (
+            "what is usual is learned as fast as what is recent",
+            "self.usual_reward += self.config.usual_reward_rate",
+            "self.usual_reward += self.config.recent_reward_rate",
         ),
     ),
     *_update(
