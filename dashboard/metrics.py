@@ -87,13 +87,6 @@ GROUPS = (
         "How far has the policy gone?",
         (
             Metric(
-                "rollout/reward_drop",
-                "Drop of the reward",
-                "Mean reward of about fifty rollouts less that of ten: far above 0 after a switch, "
-                "when the anchor pulls harder until rewards come back.",
-                zero=False,
-            ),
-            Metric(
                 "policy/kl_to_start",
                 "KL to the start policy",
                 "Distance from the weights it began with; a steady climb without a rise in reward "

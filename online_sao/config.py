@@ -128,16 +128,6 @@ class LearnerConfig(_Section):
     kl_direction: Literal["forward", "reverse"] = "forward"
     """The anchor is KL(start || policy), or KL(policy || start). The pull of the first does not
     fade where the policy has come to do one thing only. Ours."""
-    reward_drop_coef: float = Field(40.0, ge=0)
-    """kl_coef is multiplied by 1 + reward_drop_coef times the drop of the reward beyond its margin:
-    by how much recent rewards are lower than usual (docs/algorithm.md). Ours."""
-    reward_drop_margin: float = Field(0.2, ge=0, le=1)
-    """A drop up to here is taken for noise and changes nothing: where the policy is settled, a
-    failure must not strengthen the anchor, which would make more of them."""
-    recent_reward_rate: float = Field(0.1, gt=0, le=1)
-    """Rate, per rollout, of the moving average that is the recent reward."""
-    usual_reward_rate: float = Field(0.02, gt=0, le=1)
-    """Rate, per rollout, of the moving average that is the usual reward: how long a drop lasts."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus per action token. Ours, off by default."""
     # critic
@@ -408,10 +398,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sao_full_critic": {"critic_trainable": "all"},
     "sao_value_after": {"value_timing": "after"},
     "sao_no_anchor": {"kl_coef": 0.0},
-    "sao_constant_anchor": {"reward_drop_coef": 0.0},
-    "sao_reverse_anchor": {"kl_coef": 0.2, "kl_direction": "reverse", "reward_drop_coef": 0.0},
+    "sao_reverse_anchor": {"kl_coef": 0.2, "kl_direction": "reverse"},
     "running_mean": {"advantage": "running_mean"},
-    "running_mean_constant_anchor": {"advantage": "running_mean", "reward_drop_coef": 0.0},
     "running_mean_no_dis": {"advantage": "running_mean", "objective": "none"},
     "running_mean_per_prompt": {"advantage": "running_mean_per_prompt"},
     "spo": {"advantage": "spo", "normalize_advantage_window": 128},

@@ -48,7 +48,7 @@ class TestDefaults:
         assert (learner.critic_updates, learner.critic_trainable) == (2, "mlp")
         assert learner.value_timing == "before"
         assert (learner.rollouts_per_update, learner.kl_coef) == (1, 0.1)
-        assert (learner.kl_direction, learner.reward_drop_coef) == ("forward", 40.0)
+        assert learner.kl_direction == "forward"
         assert (learner.policy_lr, learner.critic_lr) == (5e-5, 3e-5)
         assert (learner.adam_betas, learner.weight_decay) == ((0.9, 0.95), 0.0)
         assert learner.grad_clip_quantile is None
@@ -166,9 +166,6 @@ class TestRefused:
             ("learner.rollouts_per_update", 0),
             ("learner.grad_clip_quantile", 0),
             ("learner.grad_clip_quantile", 1.1),
-            ("learner.usual_reward_rate", 0),
-            ("learner.recent_reward_rate", 1.5),
-            ("learner.reward_drop_margin", 1.5),
             ("learner.window", 1),
             ("learner.group_size", 1),
             ("learner.normalize_advantage_window", -1),
@@ -277,10 +274,8 @@ class TestPresets:
             "sao_full_critic",
             "sao_value_after",
             "sao_no_anchor",
-            "sao_constant_anchor",
             "sao_reverse_anchor",
             "running_mean",
-            "running_mean_constant_anchor",
             "running_mean_no_dis",
             "running_mean_per_prompt",
             "spo",
@@ -305,10 +300,8 @@ class TestPresets:
             ("sao_full_critic", {"critic_trainable"}),
             ("sao_value_after", {"value_timing"}),
             ("sao_no_anchor", {"kl_coef"}),
-            ("sao_constant_anchor", {"reward_drop_coef"}),
-            ("sao_reverse_anchor", {"kl_coef", "kl_direction", "reward_drop_coef"}),
+            ("sao_reverse_anchor", {"kl_coef", "kl_direction"}),
             ("running_mean", {"advantage"}),
-            ("running_mean_constant_anchor", {"advantage", "reward_drop_coef"}),
             ("running_mean_no_dis", {"advantage", "objective"}),
             ("vapo", {"objective", "eps_low", "eps_high"}),
             ("step_average", {"advantage"}),
@@ -327,7 +320,6 @@ class TestPresets:
             "sao_full_critic",
             "sao_value_after",
             "sao_no_anchor",
-            "sao_constant_anchor",
             "sao_reverse_anchor",
             "vapo",
             "step_average",

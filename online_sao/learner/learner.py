@@ -102,8 +102,6 @@ class Learner:
         self.critic = Critic(model, config, self.device) if config.uses_critic else None
         self.estimator: Estimator = make_estimator(config, self._current_logprobs)
         self.num_updates = 0
-        # Moving averages. From 0, so that a first few rewards are no usual ones to drop from.
-        self.usual_reward = self.recent_reward = 0.0
         self._critic_before: Snapshot | None = None  # during an update that may be undone
         # V at the first token and the return of past rollouts, for explained variance.
         self._window: deque[tuple[float, float]] = deque(maxlen=config.window)
@@ -254,15 +252,13 @@ class Learner:
         term = logits.new_zeros(())
         metrics: dict[str, Any] = {"policy/kl_to_start": None}
         if self.policy.is_anchored:
-            beyond_noise = max(0.0, self.reward_drop - config.reward_drop_margin)
-            coefficient = config.kl_coef * (1 + config.reward_drop_coef * beyond_noise)
             start = self.policy.start_logits(batch)
             kl = kl_to_reference(logits, start).sum() / batch.num_actions
             pull = kl
             if config.kl_direction == "forward":
                 pull = kl_from_reference(logits, start).sum() / batch.num_actions
-            term = term + coefficient * pull
-            metrics = {"policy/kl_to_start": kl.detach(), "policy/kl_coef": coefficient}
+            term = term + config.kl_coef * pull
+            metrics["policy/kl_to_start"] = kl.detach()
         if config.entropy_coef > 0:
             everywhere = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
             term = term - config.entropy_coef * entropy(logits, everywhere) / batch.num_actions
@@ -302,23 +298,13 @@ class Learner:
         share = min(1.0, (self.num_updates + 1) / warmup) if warmup else 1.0
         return self.config.critic_lr * share
 
-    @property
-    def reward_drop(self) -> float:
-        """By how much rewards have lately been lower than usual; negative while they rise."""
-        return self.usual_reward - self.recent_reward
-
     def _remember(self, batch: Batch, values: Tensor | None) -> dict[str, Any]:
-        """Statistics over many rollouts; a single one has no variance to explain."""
-        returns = batch.returns().tolist()
-        for reward in returns:
-            self.usual_reward += self.config.usual_reward_rate * (reward - self.usual_reward)
-            self.recent_reward += self.config.recent_reward_rate * (reward - self.recent_reward)
-        metrics: dict[str, Any] = {"rollout/reward_drop": self.reward_drop}
+        """Windowed statistics; a single rollout has no variance to explain."""
         if values is None:
-            return metrics
+            return {}
         first = values.gather(1, batch.first_action_index()[:, None])[:, 0].tolist()
-        self._window.extend(zip(first, returns, strict=True))
-        return metrics | {
+        self._window.extend(zip(first, batch.returns().tolist(), strict=True))
+        return {
             "critic/value_first": sum(first) / len(first),
             "critic/explained_variance": explained_variance(
                 [value for value, _ in self._window], [reward for _, reward in self._window]
@@ -352,8 +338,6 @@ class Learner:
         """JSON; together with the parameters' and optimisers' tensors it is everything."""
         return {
             "num_updates": self.num_updates,
-            "usual_reward": self.usual_reward,
-            "recent_reward": self.recent_reward,
             "window": list(self._window),
             "estimator": self.estimator.state_dict(),
             "policy": self.policy.parameters.state_dict(),
@@ -362,8 +346,6 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_updates = state["num_updates"]
-        self.usual_reward = state["usual_reward"]
-        self.recent_reward = state["recent_reward"]
         self._window.clear()
         self._window.extend((value, reward) for value, reward in state["window"])
         self.estimator.load_state_dict(state["estimator"])

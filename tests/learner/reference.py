@@ -62,7 +62,6 @@ class Reference:
             [*trained, *self.head.parameters()], lr=config.critic_lr, **settings
         )
         self.updates = 0
-        self.usual = self.recent = 0.0
 
     def update(self, trajectories: list[list[Rollout]]) -> dict[str, object]:
         c = self.config
@@ -76,8 +75,6 @@ class Reference:
         else:
             values = values_before
 
-        beyond = self.usual - self.recent - c.reward_drop_margin
-        coefficient = c.kl_coef * (1 + c.reward_drop_coef * beyond) if beyond > 0 else c.kl_coef
         loss = torch.zeros(())
         all_advantages, all_ratios, all_kl, all_entropy = [], [], 0.0, 0.0
         for s, v in zip(sequences, values, strict=True):
@@ -97,7 +94,7 @@ class Reference:
                 if c.kl_direction == "forward":
                     pull = (log_start.exp() * (log_start - log_pi)).sum()
                 entropy = -(pi * log_pi).sum()
-                loss = loss + coefficient * pull / n - c.entropy_coef * entropy / n
+                loss = loss + c.kl_coef * pull / n - c.entropy_coef * entropy / n
                 ratios.append(math.exp(min(20.0, log_ratio.item())))
                 all_kl += kl.item() / n
                 all_entropy += entropy.item() / n
@@ -109,10 +106,6 @@ class Reference:
 
         if c.value_timing == "before":
             self.critic_steps(sequences, n)
-        for s in sequences:
-            a, b = c.usual_reward_rate, c.recent_reward_rate
-            self.usual = (1 - a) * self.usual + a * sum(s.rewards)
-            self.recent = (1 - b) * self.recent + b * sum(s.rewards)
         self.updates += 1
         return {
             "values": values,

@@ -51,7 +51,7 @@ class TestRoundTrip:
         [
             ("sao", {}),
             ("sao", {"compute_dtype": "bfloat16", "grad_clip_quantile": 0.5, "weight_decay": 0.1}),
-            ("sao_full_critic", {"reward_drop_coef": 1.0, "critic_warmup_updates": 8}),
+            ("sao_full_critic", {"critic_warmup_updates": 8}),
             ("spo", {}),
             ("running_mean_per_prompt", {}),
         ],

@@ -128,7 +128,6 @@ def test_the_start_policy_stays(tiny_model):
     [
         ({"kl_coef": 0.2}, True),
         ({"kl_coef": 0.0}, False),
-        ({"kl_coef": 0.0, "reward_drop_coef": 0.5}, False),  # it strengthens what there is
     ],
 )
 def test_the_start_policy_is_kept_only_if_it_is_an_anchor(tiny_model, coefficients, anchored):
