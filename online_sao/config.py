@@ -123,7 +123,7 @@ class LearnerConfig(_Section):
     icepop_low: float = Field(0.5, ge=0)
     icepop_high: float = Field(5.0, gt=0)
     """icepop: closed bounds of the ratio."""
-    kl_coef: float = Field(0.1, ge=0)
+    kl_coef: float = Field(0.05, ge=0)
     """Weight of the anchor to the start policy per action token. Ours, not the paper's."""
     kl_direction: Literal["forward", "reverse"] = "forward"
     """The anchor is KL(start || policy), or KL(policy || start). The pull of the first does not

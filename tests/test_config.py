@@ -47,7 +47,7 @@ class TestDefaults:
         assert (learner.gamma, learner.lambda_alpha, learner.lambda_critic) == (1.0, 1.5, 1.0)
         assert (learner.critic_updates, learner.critic_trainable) == (2, "mlp")
         assert learner.value_timing == "before"
-        assert (learner.rollouts_per_update, learner.kl_coef) == (1, 0.1)
+        assert (learner.rollouts_per_update, learner.kl_coef) == (1, 0.05)
         assert learner.kl_direction == "forward"
         assert (learner.policy_lr, learner.critic_lr) == (5e-5, 3e-5)
         assert (learner.adam_betas, learner.weight_decay) == ((0.9, 0.95), 0.0)
