@@ -252,7 +252,7 @@ class Endpoint:
                 "include_dashboard": False,
                 "object_store_memory": 256 * 2**20,
             }
-        with _quiet():
+        with _quiet(), _handlers_kept():
             ray.init(**options)
         self._ray_started = True
 
@@ -442,6 +442,19 @@ def _interrupts_ignored(report: Report) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Ray puts handlers of its own on SIGTERM (in the main thread; elsewhere it cannot): one raises
+    SystemExit, and one in C aborts the process three seconds later, in the middle of `stop`."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # not the main thread
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -53,10 +53,10 @@ class ServedEndpoint:
             time.sleep(0.5)
         raise AssertionError(f"not ready in {READY_S} s:\n{self.log.read_text()[-3000:]}")
 
-    def stop(self) -> int:
+    def stop(self, number: int = signal.SIGINT) -> int:
         assert self.process is not None
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            self.process.send_signal(number)
         code = self.process.wait(STOP_S)
         self.process = None
         return code

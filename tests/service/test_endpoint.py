@@ -1,5 +1,6 @@
 """The whole endpoint with real parts: CLI, Ray Serve, vLLM, judge, learner, store, HTTP."""
 
+import signal
 import threading
 import time
 
@@ -326,12 +327,15 @@ def test_deleting_removes_the_text(endpoint):
 
 @pytest.mark.long
 def test_stop_leaves_nothing_and_a_restart_goes_on(endpoint):
-    """Last in this file: it stops the endpoint and starts it again."""
+    """Last in this file: it stops the endpoint and starts it again.
+
+    With SIGTERM, as a supervisor does; every other test's endpoint is stopped with Ctrl-C.
+    """
     assert endpoint.settled(endpoint.chat().json()["id"])["state"] == "trained"
     before = endpoint.get("/v1/learning").json()
     assert before["updates"] > 0
     assert own_processes(endpoint.run_dir)
-    assert endpoint.stop() == 130
+    assert endpoint.stop(signal.SIGTERM) == 130
     assert not own_processes(endpoint.run_dir)
     assert not endpoint_folder(endpoint.run_dir).exists()
     assert not (endpoint.run_dir / "shared_memory.json").exists()
