@@ -23,6 +23,7 @@ from online_sao.types import Preference
 
 WINDOW = 12
 HONEST_LR = 2e-4  # no guard comes near its bound
+KL_COEF = 0.1  # with less the tiny model's answers become so alike that 12 of them say little
 ANSWER_TOKENS = 12
 PROMPTS = [[1, 40 + number, 90 + number, 2, 201, 1] for number in range(6)]
 
@@ -53,7 +54,7 @@ class Endpoint:
                 "engine": {"dtype": "float32"},
                 "learner": SETTINGS
                 | {"order": "oldest", "checkpoint_every": 10, "checkpoint_keep": 3, "window": 32}
-                | {"policy_lr": HONEST_LR}
+                | {"policy_lr": HONEST_LR, "kl_coef": KL_COEF}
                 | self.learner_settings,
                 "guards": {"window": WINDOW} | self.guard_settings,
                 "service": {"run_dir": str(self.folder)},
