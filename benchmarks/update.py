@@ -276,13 +276,15 @@ CONTENDERS = {"limit": make_limit, "ours": make_ours, "plain": make_plain, "trl"
 
 def _tokens(options: argparse.Namespace) -> Callable[[], tuple[Any, Any, Any]]:
     import numpy as np
+    from transformers import AutoConfig
 
     rng = np.random.default_rng(0)
+    end = min(40_000, AutoConfig.from_pretrained(options.model).vocab_size)
 
     def draw() -> tuple[Any, Any, Any]:
         return (
-            rng.integers(100, 40_000, options.prompt).astype(np.int32),
-            rng.integers(100, 40_000, options.answer).astype(np.int32),
+            rng.integers(100, end, options.prompt).astype(np.int32),
+            rng.integers(100, end, options.answer).astype(np.int32),
             np.full(options.answer, -4.0, np.float32),
         )
 
