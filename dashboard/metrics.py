@@ -100,6 +100,13 @@ GROUPS = (
                 missing="the run has no anchor (learner.kl_coef is 0)",
             ),
             Metric(
+                "policy/start_decay",
+                "Decay toward the start",
+                "Share of what was learned that an update gave up, because answers earn less than "
+                "expected: a peak after a switch is wanted, small peaks all the time mean that the "
+                "baseline does not follow.",
+            ),
+            Metric(
                 "policy/entropy",
                 "Entropy",
                 "How freely the next token is chosen; near 0 the policy says one thing only and "

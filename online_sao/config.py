@@ -128,6 +128,11 @@ class LearnerConfig(_Section):
     kl_direction: Literal["forward", "reverse"] = "forward"
     """The anchor is KL(start || policy), or KL(policy || start). The pull of the first does not
     fade where the policy has come to do one thing only. Ours."""
+    start_decay: float = Field(0.4, ge=0)
+    """Each update moves the policy's weights this share of the way back to the start policy's per
+    unit by which answers have lately earned less than expected. Ours, not the paper's."""
+    start_decay_rate: float = Field(0.1, gt=0, le=1)
+    """Weight of the newest update in the moving average of what answers earned less. Ours."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus per action token. Ours, off by default."""
     # critic
@@ -397,8 +402,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sao_k1": {"critic_updates": 1},
     "sao_full_critic": {"critic_trainable": "all"},
     "sao_value_after": {"value_timing": "after"},
-    "sao_no_anchor": {"kl_coef": 0.0},
-    "sao_reverse_anchor": {"kl_coef": 0.2, "kl_direction": "reverse"},
+    "sao_no_anchor": {"kl_coef": 0.0, "start_decay": 0.0},
+    "sao_no_decay": {"start_decay": 0.0},
+    "sao_reverse_anchor": {"kl_coef": 0.2, "kl_direction": "reverse", "start_decay": 0.0},
     "running_mean": {"advantage": "running_mean"},
     "running_mean_no_dis": {"advantage": "running_mean", "objective": "none"},
     "running_mean_per_prompt": {"advantage": "running_mean_per_prompt"},

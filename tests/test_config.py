@@ -49,6 +49,7 @@ class TestDefaults:
         assert learner.value_timing == "before"
         assert (learner.rollouts_per_update, learner.kl_coef) == (1, 0.05)
         assert learner.kl_direction == "forward"
+        assert (learner.start_decay, learner.start_decay_rate) == (0.4, 0.1)
         assert (learner.policy_lr, learner.critic_lr) == (5e-5, 3e-5)
         assert (learner.adam_betas, learner.weight_decay) == ((0.9, 0.95), 0.0)
         assert learner.grad_clip_quantile is None
@@ -157,6 +158,9 @@ class TestRefused:
             ("learner.policy_lr", float("inf")),
             ("learner.policy_lr", "fast"),
             ("learner.kl_coef", -1),
+            ("learner.start_decay", -0.1),
+            ("learner.start_decay_rate", 0),
+            ("learner.start_decay_rate", 1.1),
             ("learner.critic_updates", 0),
             ("learner.critic_updates", 1.5),
             ("learner.critic_trainable", "attention"),
@@ -274,6 +278,7 @@ class TestPresets:
             "sao_full_critic",
             "sao_value_after",
             "sao_no_anchor",
+            "sao_no_decay",
             "sao_reverse_anchor",
             "running_mean",
             "running_mean_no_dis",
@@ -299,8 +304,9 @@ class TestPresets:
             ("sao_k1", {"critic_updates"}),
             ("sao_full_critic", {"critic_trainable"}),
             ("sao_value_after", {"value_timing"}),
-            ("sao_no_anchor", {"kl_coef"}),
-            ("sao_reverse_anchor", {"kl_coef", "kl_direction"}),
+            ("sao_no_anchor", {"kl_coef", "start_decay"}),
+            ("sao_no_decay", {"start_decay"}),
+            ("sao_reverse_anchor", {"kl_coef", "kl_direction", "start_decay"}),
             ("running_mean", {"advantage"}),
             ("running_mean_no_dis", {"advantage", "objective"}),
             ("vapo", {"objective", "eps_low", "eps_high"}),
@@ -320,6 +326,7 @@ class TestPresets:
             "sao_full_critic",
             "sao_value_after",
             "sao_no_anchor",
+            "sao_no_decay",
             "sao_reverse_anchor",
             "vapo",
             "step_average",

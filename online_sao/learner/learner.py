@@ -6,6 +6,7 @@
        times advantage, times log pi                                       equations 1 to 3
        (+ the anchor to the start policy: ours)
     4  one policy step
+       (+ the decay toward the start weights: ours)
     5  K critic steps toward the return
 
 Left out of the textbook method: the old policy (behavior log-probs stand for it), advantage
@@ -37,6 +38,7 @@ from online_sao.algorithm.objectives import (
     policy_loss,
     value_loss,
 )
+from online_sao.algorithm.start_decay import StartDecay
 from online_sao.algorithm.statistics import explained_variance
 from online_sao.config import LearnerConfig
 from online_sao.learner.batch import Batch, make_batch
@@ -105,6 +107,7 @@ class Learner:
         self._critic_before: Snapshot | None = None  # during an update that may be undone
         # V at the first token and the return of past rollouts, for explained variance.
         self._window: deque[tuple[float, float]] = deque(maxlen=config.window)
+        self._start_decay = StartDecay(config.start_decay, config.start_decay_rate)
 
     # --- the method
 
@@ -163,8 +166,13 @@ class Learner:
                 critic_norm = self._critic_gradient(critic_step)
         if not (math.isfinite(policy_norm) and math.isfinite(critic_norm)):
             return self._refused(batch, "gradient")
+        mean_advantage = float(advantages[batch.action_mask].mean())
+        decay = self._start_decay.share(mean_advantage)
         with clock("optimizer"):
-            self.policy.parameters.step(self.config.policy_lr, policy_norm)
+            self.policy.parameters.step(
+                self.config.policy_lr, policy_norm, decay, self.policy.start_weights
+            )
+        self._start_decay.observe(mean_advantage)
         self._critic_before = None
         if critic_step is not None and self.config.value_timing == "before":
             with clock("critic"):
@@ -189,11 +197,12 @@ class Learner:
                     **(critic_step.metrics if critic_step else {}),
                     "policy/grad_norm": policy_norm,
                     "policy/lr": self.config.policy_lr,
+                    "policy/start_decay": decay,
                     "policy/entropy": _mean_entropy(logits, batch),
                     "critic/grad_norm": critic_norm if self.critic else None,
                     "critic/lr": critic_lr,
                     "critic/num_steps": float(num_critic_steps) if self.critic else None,
-                    "advantage/mean": advantages[batch.action_mask].mean(),
+                    "advantage/mean": mean_advantage,
                     "advantage/abs_mean": advantages[batch.action_mask].abs().mean(),
                     "advantage/first_visits": float(self.estimator.first_visits),
                     "rollout/reward": batch.returns().mean(),
@@ -251,7 +260,7 @@ class Learner:
         config = self.config
         term = logits.new_zeros(())
         metrics: dict[str, Any] = {"policy/kl_to_start": None}
-        if self.policy.is_anchored:
+        if config.kl_coef > 0:
             start = self.policy.start_logits(batch)
             kl = kl_to_reference(logits, start).sum() / batch.num_actions
             pull = kl
@@ -339,6 +348,7 @@ class Learner:
         return {
             "num_updates": self.num_updates,
             "window": list(self._window),
+            "start_decay": self._start_decay.state_dict(),
             "estimator": self.estimator.state_dict(),
             "policy": self.policy.parameters.state_dict(),
             "critic": self.critic.parameters.state_dict() if self.critic else None,
@@ -348,6 +358,7 @@ class Learner:
         self.num_updates = state["num_updates"]
         self._window.clear()
         self._window.extend((value, reward) for value, reward in state["window"])
+        self._start_decay.load_state_dict(state["start_decay"])
         self.estimator.load_state_dict(state["estimator"])
         self.policy.parameters.load_state_dict(state["policy"])
         if self.critic is not None:

@@ -68,8 +68,18 @@ class TrainedParameters:
             return 0.0
         return float(torch.stack(torch._foreach_norm(gradients)).norm())
 
-    def step(self, lr: float, grad_norm: float) -> None:
-        """One AdamW step at learning rate `lr`, then round the masters into the model."""
+    def step(
+        self,
+        lr: float,
+        grad_norm: float,
+        decay: float = 0.0,
+        decay_target: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """One AdamW step at learning rate `lr`, then round the masters into the model.
+
+        Before it the masters move by the share `decay` toward `decay_target` (by name): like
+        AdamW's own decay this bypasses the moments, and unlike it the learning rate.
+        """
         limit = self._clip_limit()
         if limit is not None and grad_norm > limit:
             gradients = [m.grad for m in self._masters.values() if m.grad is not None]
@@ -77,6 +87,10 @@ class TrainedParameters:
         self._norms.append(grad_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        if decay > 0 and decay_target is not None:
+            with torch.no_grad():
+                for name, master in self._masters.items():
+                    master.lerp_(decay_target[name].to(master.dtype), decay)
         self._optimizer.step()
         self.drop_gradients()
         self._round()

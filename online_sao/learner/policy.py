@@ -50,13 +50,12 @@ class Policy:
             clip_window=config.window,
         )
         self._start: Any = None
-        if config.kl_coef > 0:
+        self.start_weights: dict[str, Tensor] = {}
+        """Under the names of `parameters`; empty if nothing leads back to the start policy."""
+        if config.kl_coef > 0 or config.start_decay > 0:
             self._start = load_causal_lm(model, dtype, device).requires_grad_(False)
             self._start_decoder = Decoder(self._start.base_model)
-
-    @property
-    def is_anchored(self) -> bool:
-        return self._start is not None
+            self.start_weights = {n: p.detach() for n, p in self._start.named_parameters()}
 
     def action_logits(self, batch: Batch) -> Tensor:
         """Float32 logits [N, V] of the distributions that the action tokens were drawn from.

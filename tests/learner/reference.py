@@ -62,6 +62,7 @@ class Reference:
             [*trained, *self.head.parameters()], lr=config.critic_lr, **settings
         )
         self.updates = 0
+        self.shortfall = 0.0
 
     def update(self, trajectories: list[list[Rollout]]) -> dict[str, object]:
         c = self.config
@@ -102,6 +103,10 @@ class Reference:
             all_ratios.append(ratios)
         self.policy_optimizer.zero_grad()
         loss.backward()
+        decay = self.decay([a for row in all_advantages for a in row])
+        with torch.no_grad():
+            for moved, start in zip(self.policy.parameters(), self.start.parameters(), strict=True):
+                moved.copy_((1 - decay) * moved + decay * start)
         self.policy_optimizer.step()
 
         if c.value_timing == "before":
@@ -113,7 +118,15 @@ class Reference:
             "ratios": all_ratios,
             "kl": all_kl,
             "entropy": all_entropy,
+            "decay": decay,
         }
+
+    def decay(self, advantages: list[float]) -> float:
+        """The share of the way back to the start weights."""
+        c = self.config
+        newest = -sum(advantages) / len(advantages)
+        self.shortfall = (1 - c.start_decay_rate) * self.shortfall + c.start_decay_rate * newest
+        return min(1.0, c.start_decay * max(0.0, self.shortfall))
 
     def token_loss(self, log_pi, log_ratio, advantage):
         """Equation 1 for one token, by objective."""

@@ -24,6 +24,7 @@ from online_sao.types import Preference
 WINDOW = 12
 HONEST_LR = 2e-4  # no guard comes near its bound
 KL_COEF = 0.1  # with less the tiny model's answers become so alike that 12 of them say little
+START_DECAY = 0.0  # nothing but what is broken here may lower the rewards of 12 answers
 ANSWER_TOKENS = 12
 PROMPTS = [[1, 40 + number, 90 + number, 2, 201, 1] for number in range(6)]
 
@@ -54,7 +55,7 @@ class Endpoint:
                 "engine": {"dtype": "float32"},
                 "learner": SETTINGS
                 | {"order": "oldest", "checkpoint_every": 10, "checkpoint_keep": 3, "window": 32}
-                | {"policy_lr": HONEST_LR, "kl_coef": KL_COEF}
+                | {"policy_lr": HONEST_LR, "kl_coef": KL_COEF, "start_decay": START_DECAY}
                 | self.learner_settings,
                 "guards": {"window": WINDOW} | self.guard_settings,
                 "service": {"run_dir": str(self.folder)},

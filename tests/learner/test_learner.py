@@ -82,6 +82,8 @@ class TestAgainstTheReference:
             if kl is not None:
                 assert kl == pytest.approx(wanted["kl"], rel=1e-3, abs=1e-6)
             assert result.metrics["policy/entropy"] == pytest.approx(wanted["entropy"], rel=1e-5)
+            decay = result.metrics["policy/start_decay"]
+            assert decay == pytest.approx(wanted["decay"], rel=1e-4, abs=1e-6)
         policy = dict(reference.policy.named_parameters())
         critic = {f"backbone.{name}": p for name, p in reference.body.named_parameters()}
         critic |= {f"head.{name}": p for name, p in reference.head.named_parameters()}
@@ -114,6 +116,8 @@ class TestAgainstTheReference:
         [
             {},
             {"kl_coef": 0.0},
+            {"kl_coef": 0.0, "start_decay": 0.0},
+            {"start_decay": 2.0, "start_decay_rate": 0.7},
             {"kl_coef": 1.0, "entropy_coef": 0.05},
             {"kl_coef": 0.5, "kl_direction": "reverse"},
             {"policy_lr": 2e-4, "critic_lr": 5e-4},
@@ -236,6 +240,42 @@ class TestOneUpdate:
             assert result.metrics["critic/explained_variance"] == pytest.approx(wanted)
         assert values[0] == 0.0  # nothing was known
         assert len(set(values)) == 5
+
+    def test_answers_that_earn_less_than_expected_lead_back_to_the_start(self, tiny_model):
+        """The baseline expects 1: after rewards of 0 and 0 the moving average of the shortfall
+        is 0.5 and 0.75, its decay 0.2 and 0.3; after a reward of 1, 0.375 and 0.15."""
+        changes = {"start_decay": 0.4, "start_decay_rate": 0.5, "policy_lr": 0.0}
+        learner = make_learner(tiny_model, "running_mean", **changes)
+        learner.pretrain([make_rollout(reward=1.0)] * 128)
+        parameters, start = learner.policy.parameters, learner.policy.start_weights
+        parameters.load_masters({name: start[name] + 1.0 for name in parameters.masters()})
+        left = 1.0
+        for reward, decay in ((0.0, 0.2), (0.0, 0.3), (1.0, 0.15)):
+            metrics = learner.update([[make_rollout(reward=reward)]]).metrics
+            # Not quite: the mean of the window falls by 1/128 with each reward of 0.
+            assert metrics["policy/start_decay"] == pytest.approx(decay, abs=0.005)
+            left *= 1 - metrics["policy/start_decay"]
+            for name, master in parameters.masters().items():
+                gap = (master - start[name]) - left
+                assert gap.abs().max() < 1e-5, name
+
+    def test_answers_that_earn_what_is_expected_or_more_do_not(self, tiny_model):
+        learner = make_learner(tiny_model, "running_mean", start_decay=5.0, start_decay_rate=1.0)
+        learner.pretrain([make_rollout(reward=0.5)] * 128)
+        for reward, decay in ((1.0, 0.0), (1.0, 0.0), (0.0, 1.0)):  # the last: 5 times a half
+            metrics = learner.update([[make_rollout(reward=reward)]]).metrics
+            assert metrics["policy/start_decay"] == decay
+
+    def test_noise_about_what_is_expected_averages_out(self, tiny_model):
+        """Rewards of 0 and 1 in turns: the average stays within one update's share of 0."""
+        learner = make_learner(tiny_model, "running_mean", start_decay=1.0, start_decay_rate=0.1)
+        learner.pretrain([make_rollout(reward=0.5)] * 128)
+        decays = [
+            learner.update([[make_rollout(reward=float(step % 2))]]).metrics["policy/start_decay"]
+            for step in range(30)
+        ]
+        assert 0 < max(decays) < 0.055
+        assert decays[1::2] == [0.0] * 15
 
     def test_the_clip_is_off_by_default_and_reported_norms_are_not_clipped(self, tiny_model):
         assert settings().grad_clip_quantile is None

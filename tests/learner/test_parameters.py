@@ -53,6 +53,22 @@ def test_the_model_is_the_rounded_master():
     assert parameters.masters()["w"].dtype == torch.float32
 
 
+def test_decay_moves_the_master_a_share_of_the_way_and_the_moments_not_at_all():
+    weight, alone = bf16(1.0, 3.0), bf16(1.0, 3.0)
+    parameters, plain = make(("w", weight)), make(("w", alone))
+    for both, tensor in ((parameters, weight), (plain, alone)):
+        push(both, tensor, [2.0, 1.0], lr=0.0)
+    weight.grad = torch.tensor([2.0, 1.0], dtype=torch.bfloat16)
+    norm = parameters.collect_gradients()
+    parameters.step(0.0, norm, 0.25, {"w": torch.tensor([2.0, 1.0], dtype=torch.bfloat16)})
+    push(plain, alone, [2.0, 1.0], lr=0.0)
+    # 1 + (2 - 1) / 4 and 3 + (1 - 3) / 4
+    assert parameters.masters()["w"].tolist() == [1.25, 2.5]
+    assert weight.tolist() == [1.25, 2.5]
+    for name, moment in plain.optimizer_tensors().items():
+        assert torch.equal(parameters.optimizer_tensors()[name], moment)
+
+
 def test_gradients_of_two_backward_passes_add_up_in_float32():
     weight = bf16(1.0)
     parameters = make(("w", weight), betas=(0.0, 0.95))  # exp_avg is the last gradient

@@ -124,14 +124,17 @@ def test_the_start_policy_stays(tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("coefficients", "anchored"),
+    ("coefficients", "kept"),
     [
-        ({"kl_coef": 0.2}, True),
-        ({"kl_coef": 0.0}, False),
+        ({"kl_coef": 0.2, "start_decay": 0.0}, True),
+        ({"kl_coef": 0.0, "start_decay": 0.2}, True),
+        ({"kl_coef": 0.0, "start_decay": 0.0}, False),
     ],
 )
-def test_the_start_policy_is_kept_only_if_it_is_an_anchor(tiny_model, coefficients, anchored):
-    assert Policy(str(tiny_model), settings(**coefficients), CPU).is_anchored is anchored
+def test_the_start_policy_is_kept_only_if_something_leads_back(tiny_model, coefficients, kept):
+    policy = Policy(str(tiny_model), settings(**coefficients), CPU)
+    names = set(policy.parameters.masters())
+    assert set(policy.start_weights) == (names if kept else set())
 
 
 def test_every_parameter_is_trained_and_tied_ones_once(tiny_model):

@@ -338,6 +338,31 @@ FAULTS: list[Fault] = [
             "reference = reference_logits",
         ),
     ),
+    *_algorithm(
+        "start_decay",
+        (
+            "back when answers earn more than expected",
+            "self._rate * (-mean_advantage",
+            "self._rate * (mean_advantage",
+        ),
+        ("beyond the start weights", "min(1.0, self._coef", "max(0.0, self._coef"),
+        (
+            "away from the start weights",
+            "max(0.0, self._average(mean_advantage))",
+            "self._average(mean_advantage)",
+        ),
+        (
+            "what is asked is remembered",
+            "return min(1.0,",
+            "self.observe(mean_advantage)\n        return min(1.0,",
+        ),
+        ("nothing is forgotten", "(-mean_advantage - self._shortfall)", "-mean_advantage"),
+        (
+            "a state that is not taken back",
+            'self._shortfall = state["shortfall"]',
+            "self._shortfall = 0.0",
+        ),
+    ),
     *_learner(
         "batch",
         ("state of the token itself", "return rows, columns - 1", "return rows, columns"),
@@ -398,6 +423,11 @@ FAULTS: list[Fault] = [
             "norms remembered as clipped",
             "self._norms.append(grad_norm)",
             "self._norms.append(min(grad_norm, limit or grad_norm))",
+        ),
+        (
+            "a decay toward nothing",
+            "decay_target[name].to(master.dtype), decay",
+            "torch.zeros_like(master), decay",
         ),
         (
             "a snapshot that moves along",
@@ -501,12 +531,18 @@ FAULTS: list[Fault] = [
         ),
         (
             "the critic's learning rate for the policy",
-            "self.policy.parameters.step(self.config.policy_lr,",
-            "self.policy.parameters.step(self.config.critic_lr,",
+            "self.config.policy_lr, policy_norm, decay",
+            "self.config.critic_lr, policy_norm, decay",
         ),
     ),
     *_update(
         "TestOneUpdate",
+        (
+            "no decay",
+            "self.config.policy_lr, policy_norm, decay,",
+            "self.config.policy_lr, policy_norm, 0,",
+        ),
+        ("the decay does not remember", "        self._start_decay.observe(mean_advantage)\n", ""),
         (
             "warm-up ignored",
             "share = min(1.0, (self.num_updates + 1) / warmup) if warmup else 1.0",
