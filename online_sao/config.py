@@ -405,9 +405,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sao_no_anchor": {"kl_coef": 0.0, "start_decay": 0.0},
     "sao_no_decay": {"start_decay": 0.0},
     "sao_reverse_anchor": {"kl_coef": 0.2, "kl_direction": "reverse", "start_decay": 0.0},
-    "running_mean": {"advantage": "running_mean"},
-    "running_mean_no_dis": {"advantage": "running_mean", "objective": "none"},
-    "running_mean_per_prompt": {"advantage": "running_mean_per_prompt"},
+    # A stale mean expects too much for as long as its window: SAO's decay would not let it learn.
+    "running_mean": {"advantage": "running_mean", "start_decay": 0.1},
+    "running_mean_no_decay": {"advantage": "running_mean", "start_decay": 0.0},
+    "running_mean_no_dis": {
+        "advantage": "running_mean",
+        "objective": "none",
+        "start_decay": 0.1,
+    },
+    "running_mean_per_prompt": {"advantage": "running_mean_per_prompt", "start_decay": 0.1},
     "spo": {"advantage": "spo", "normalize_advantage_window": 128},
     "grpo": {
         "advantage": "group",
