@@ -301,6 +301,7 @@ def _metrics(
         "policy/k3_kl": float(rng.exponential(0.0005)),
         "policy/kl_to_start": float(max(0.0, drift + rng.normal(0, 0.1))),
         "policy/entropy": float(0.45 - 0.4 * drift + rng.normal(0, 0.04)),
+        "policy/start_decay": 0.04 * max(0.0, float(value - reward)),
         "policy/grad_norm": float(0.4 + 8 * surprise * rng.random()),
         "policy/effective_sample_size": float(24 * np.exp(-rng.exponential(0.01))),
         "advantage/mean": float(reward - value),

@@ -83,7 +83,7 @@ def test_an_empty_store(open_page, small, page, said):
     ("page", "charts", "tables"),
     [
         ("Live", 3, 1),
-        ("Learning health", 16, 1),
+        ("Learning health", 17, 1),
         ("Rollouts", 1, 2),
         ("Versions", 0, 3),
         ("Controls", 0, 0),
