@@ -258,7 +258,7 @@ class GuardConfig(_Section):
     entropy_min: float | None = Field(0.02, ge=0)
     """Entropy of the policy, nats per action token."""
     answer_tokens_min: float | None = Field(2.0, ge=0)
-    """Action tokens of the answers that ended by themselves."""
+    """Action tokens of the answers that ended by themselves, where half of the window did."""
     distinct_answers_min: float | None = Field(0.2, ge=0, le=1)
     """Distinct answers per distinct prompt, of answers with `distinct_min_tokens` or more."""
     distinct_min_tokens: int = Field(8, ge=1)

@@ -25,6 +25,9 @@ REPETITION_TOKENS = 3  # a run of so many tokens that came before counts as repe
 # Standard errors by which the reward must have fallen to count: the best of many windows is high
 # by chance alone.
 REWARD_NOISE = 4.0
+# A number that only some answers have is judged where at least this share of the window has it:
+# the one answer that ended by itself must not speak for all that clients cut off.
+PART_OF_WINDOW_MIN = 0.5
 # Where nearly all rewards are the same, any critic explains less than nothing of their variance.
 REWARD_VARIANCE_MIN = 0.05
 
@@ -226,12 +229,14 @@ class GuardRails:
         """Each guard's number over what the windows hold now; None where there is none."""
         samples = list(self._samples)
         ended = [sample.num_tokens for sample in samples if not sample.cut_off]
+        long = [s for s in samples if s.num_tokens >= self._config.distinct_min_tokens]
+        enough = PART_OF_WINDOW_MIN * self._config.window
         last = self._last_probe
         return {
             KL.name: _metric_mean(samples, "policy/kl_to_start"),
             ENTROPY.name: _metric_mean(samples, "policy/entropy"),
-            ANSWER_TOKENS.name: _mean(ended) if ended else None,
-            DISTINCT.name: distinct_share(samples, self._config.distinct_min_tokens),
+            ANSWER_TOKENS.name: _mean(ended) if len(ended) >= enough else None,
+            DISTINCT.name: distinct_share(long) if len(long) >= enough else None,
             REPETITION.name: _mean([s.repetition for s in samples]) if samples else None,
             MASKED.name: _metric_mean(samples, "policy/masked_fraction"),
             GAP.name: _metric_mean(samples, "policy/logprob_gap"),
@@ -338,17 +343,15 @@ def repeated_share(token_ids: IntArray) -> float:
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def distinct_share(samples: Sequence[Sample], min_tokens: int) -> float | None:
-    """Distinct answers per distinct prompt, at most 1, of answers with `min_tokens` or more.
-
-    Short answers may well be the same; and one prompt asked again may get its answer again.
-    None where there are fewer than two such prompts.
+def distinct_share(samples: Sequence[Sample]) -> float | None:
+    """Distinct answers per distinct prompt, at most 1: one prompt asked again may get its answer
+    again. None where there are fewer than two prompts. (Short answers may well be the same, and
+    are not to be among `samples`.)
     """
-    long = [sample for sample in samples if sample.num_tokens >= min_tokens]
-    prompts = {sample.prompt for sample in long}
+    prompts = {sample.prompt for sample in samples}
     if len(prompts) < 2:
         return None
-    return min(1.0, len({sample.answer for sample in long}) / len(prompts))
+    return min(1.0, len({sample.answer for sample in samples}) / len(prompts))
 
 
 def _mean(numbers: Sequence[float] | deque[float]) -> float:

@@ -190,9 +190,32 @@ def test_repeated_share():
 
 def test_distinct_share_asks_for_different_prompts():
     same_prompt = [sample(n, prompt=b"p", answer=b"a") for n in range(5)]
-    assert distinct_share(same_prompt, 8) is None
-    assert distinct_share([sample(n, answer=b"a") for n in range(5)], 8) == pytest.approx(0.2)
-    assert distinct_share([sample(n, answer=b"yes", num_tokens=2) for n in range(5)], 8) is None
+    assert distinct_share(same_prompt) is None
+    assert distinct_share([sample(n, answer=b"a") for n in range(5)]) == pytest.approx(0.2)
+
+
+class TestFewOfTheWindow:
+    """What only some answers have is judged where half of the window has it."""
+
+    def test_one_answer_that_ended_does_not_speak_for_all_that_were_cut_off(self):
+        guards = rails()
+        cut_off = [sample(n, num_tokens=6, cut_off=True) for n in range(3 * WINDOW)]
+        cut_off[WINDOW] = sample(WINDOW, num_tokens=1)
+        assert firings(guards, cut_off) == []
+        assert guards.values()["answer_tokens"] is None
+
+    def test_half_of_the_window_does(self):
+        cut_off = [sample(n, num_tokens=6, cut_off=True) for n in range(WINDOW // 2)]
+        ended = [sample(n, num_tokens=1) for n in range(WINDOW // 2)]
+        assert firings(rails(), cut_off + ended) == ["answer_tokens"]
+
+    def test_short_answers_may_be_the_same(self):
+        guards = rails(distinct_answers_min=1.0)
+        short = [sample(n, answer=b"yes", num_tokens=2) for n in range(WINDOW)]
+        assert firings(guards, short) == []
+        long = [sample(n, answer=b"a long one") for n in range(WINDOW // 2)]
+        assert firings(guards, long[:-1]) == []
+        assert firings(guards, long[-1:]) == ["distinct_answers"]
 
 
 def test_samples_are_made_from_what_was_trained_on():
