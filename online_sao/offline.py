@@ -5,7 +5,9 @@ the rollout's life between them is missing (no store, no Ray). With `--lag 0` ea
 answered by weights that have learned from every rollout before it; with `--lag L`, L requests
 are answered at a time, so the last of them is L - 1 versions old when it is learned from.
 
-In lockstep (same lag) with a float32 engine and learner, the same seed gives the same numbers.
+In lockstep (same lag) with a float32 engine and learner, the same seed gives the same numbers
+wherever the number of threads is the same (`learner.threads`, by default one per core; a run of
+`--jobs` has its share of them).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from online_sao.config import Config
@@ -23,7 +24,11 @@ from online_sao.types import Rollout, RolloutState, WeightSpan
 
 
 class OfflineEngine:
-    """One vLLM engine on all cores of this process. Imports vllm when it is made."""
+    """One vLLM engine on the cores of this process. Imports vllm when it is made.
+
+    It has the learner's number of threads (`learner.threads`): both work in turns in one thread
+    of one process, and sums are rounded the same way only where as many threads share them.
+    """
 
     def __init__(self, config: Config, model: str, weights_dir: Path) -> None:
         os.environ.update(engine_environment(config))
@@ -47,6 +52,8 @@ class OfflineEngine:
         self._config = config
         self._weights_dir = weights_dir
         self.weight_version = 0
+        set_num_threads = torch.set_num_threads
+        set_num_threads(config.learner.threads or len(os.sched_getaffinity(0)))
         self._llm = LLM(
             model=model,
             dtype=config.engine.dtype,
@@ -61,6 +68,8 @@ class OfflineEngine:
             disable_log_stats=True,
             **memory,
         )
+        # vLLM's CPU worker has put one in its place that does nothing.
+        torch.set_num_threads = set_num_threads
         self._llm.init_weight_transfer_engine(WeightTransferInitRequest({}))
 
     def generate(
