@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from online_sao.config import Config
 from online_sao.errors import ModelError, StoreError
+from online_sao.service.memory_watch import memory_problem
 from online_sao.service.serve import address
 
 REQUEST_TIMEOUT_S = 60.0
@@ -42,6 +45,7 @@ def examine(config: Config, url: str | None = None) -> list[Finding]:
     checks: list[Callable[[], Finding]] = [
         lambda: check_model(config),
         lambda: check_disk(config),
+        check_memory,
         lambda: check_store(config),
         lambda: check_judge(config),
         lambda: check_engine(config, url or address(config.service)),
@@ -85,7 +89,7 @@ def check_model(config: Config) -> Finding:
     return Finding(part, f"{config.model.name}: a prompt of one word has {len(ids)} tokens")
 
 
-# --- disk and store
+# --- disk, memory and store
 
 
 def check_disk(config: Config) -> Finding:
@@ -116,6 +120,16 @@ def check_disk(config: Config) -> Finding:
             "Free some space, or lower learner.checkpoint_keep.",
         )
     return Finding(part, f"{there} has {free / 2**30:.1f} GiB free")
+
+
+def check_memory() -> Finding:
+    """Whether Ray is about to end processes for want of memory."""
+    problem = memory_problem()
+    if problem is None:
+        free = psutil.virtual_memory().available / 2**30
+        return Finding("memory", f"{free:.1f} GiB are free")
+    what, _, remedy = problem.partition("; ")
+    return Finding("memory", f"{what}.", _sentence(remedy))
 
 
 def _newest_checkpoint_bytes(folder: Path) -> int:

@@ -30,6 +30,7 @@ from online_sao.learner.loop import LearnerLoop, make_run
 from online_sao.service import names
 from online_sao.service.board import Announcement
 from online_sao.service.logs import start_log
+from online_sao.service.memory_watch import memory_problem
 from online_sao.service.probes import Messages, Prober
 from online_sao.store import RolloutStore
 from online_sao.types import Preference, Purpose, Rollout, RolloutState
@@ -59,6 +60,7 @@ class LearnerActor:
         self._weights_dir = Path(weights_dir)
         self._state = "loading"
         self._error: str | None = None
+        self._restart_told = False
         self._loop: LearnerLoop | None = None
         self._publisher: BoardPublisher | None = None
         self._stopping = threading.Event()
@@ -148,6 +150,7 @@ class LearnerActor:
         loop = LearnerLoop(config, run, learner, store, publisher)
         loop.start()
         self._loop, self._error = loop, None
+        self._tell_of_restart(store, loop.version)
         if self._stopping.is_set():
             loop.stop()
         if loop.serves_start_weights:
@@ -158,6 +161,15 @@ class LearnerActor:
         self._state = "learning"
         self._start_probes(loop, store)
         loop.run()
+
+    def _tell_of_restart(self, store: RolloutStore, version: int) -> None:
+        """So that whoever watches sees why no update was made for a while."""
+        if self._restart_told or not ray.get_runtime_context().was_current_actor_reconstructed:
+            return
+        self._restart_told = True
+        what = f"The learner's process had ended and was started again, from version {version}."
+        problem = memory_problem()
+        store.add_event("error", {"what": f"{what} {problem}" if problem else what}, version)
 
     def _pretrain(self, loop: LearnerLoop, learner: Learner, store: RolloutStore) -> None:
         """Value pretraining (docs/algorithm.md), from topics or from the first live rollouts."""

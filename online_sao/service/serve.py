@@ -16,11 +16,12 @@ from typing import Any
 
 from online_sao.config import Config, EngineConfig, LearnerConfig, ServiceConfig
 from online_sao.engine.weight_file import endpoint_folder
-from online_sao.errors import ConfigError, OnlineSAOError
+from online_sao.errors import ConfigError, OnlineSAOError, StoreError
 from online_sao.prepare import model_hash, resolve_model
 from online_sao.service import cleanup, names
 from online_sao.service.housekeeping import Housekeeper
 from online_sao.service.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, Keys
+from online_sao.service.memory_watch import MemoryWatch
 from online_sao.store import RolloutStore
 from online_sao.types import Preference
 
@@ -58,6 +59,7 @@ class Endpoint:
         self._lock: Any = None
         self._ray_started = False
         self._parts_started = False
+        self._memory = MemoryWatch(self._tell_of_memory)
         self._weights_dir = endpoint_folder(config.run_dir)
 
     @property
@@ -109,6 +111,7 @@ class Endpoint:
                     raise OnlineSAOError(f"The learner failed: {status['error']}")
                 if on_status is not None:
                     on_status(status)
+            self._memory.look()
             time.sleep(POLL_S)
         raise OnlineSAOError(
             f"The endpoint was not ready within {limit_s:.0f} s (service.start_timeout_s)."
@@ -123,6 +126,7 @@ class Endpoint:
         while True:
             time.sleep(2.0)
             housekeeper.run_due()
+            self._memory.look()
             if time.monotonic() >= segments_at:  # a replica that was begun anew has new ones
                 cleanup.note_segments(self._config.run_dir)
                 segments_at = time.monotonic() + NOTE_SEGMENTS_PERIOD_S
@@ -180,6 +184,11 @@ class Endpoint:
                 serve.shutdown()
         with contextlib.suppress(Exception):  # detached: on a cluster it would stay
             ray.kill(ray.get_actor(names.BOARD, namespace=names.NAMESPACE))
+
+    def _tell_of_memory(self, problem: str) -> None:
+        self._report(problem)
+        with contextlib.suppress(StoreError), RolloutStore(self._config.store_url) as store:
+            store.add_event("error", {"what": problem})
 
     # --- parts
 

@@ -240,6 +240,7 @@ def test_kills_lose_nothing_and_double_nothing(tiny_model, tmp_path):
             kill(endpoint, "everything")
     with RolloutStore(f"sqlite:///{run_dir}/store.sqlite") as store:
         found = audit(store, traffic.answers, run_dir / "checkpoints")
+        told = [event.data["what"] for event in store.events("error")]
     for target, pairs in times.items():
         worst = max(served for served, _ in pairs), max(learns for _, learns in pairs)
         print(f"{target}: answers within {worst[0]:.0f} s, learns within {worst[1]:.0f} s")
@@ -249,6 +250,7 @@ def test_kills_lose_nothing_and_double_nothing(tiny_model, tmp_path):
     assert traffic.unrecorded == []
     assert len(traffic.answers) >= kills
     assert queue["trained"] > 0
+    assert any("was started again" in what for what in told) or "learner" not in times
     assert own_processes(run_dir) == []
     assert not endpoint_folder(run_dir).exists()
     assert segments
