@@ -194,9 +194,9 @@ def test_the_command(tmp_path, tiny_model, capsys):
     assert main([*command, "--url", "http://127.0.0.1:1"]) == 1
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in printed if line[0] != " "] == [
-        *("model", "disk", "store", "judge", "engine")
+        *("model", "disk", "memory", "store", "judge", "engine")
     ]
-    assert [line.split()[0] for line in printed if line[0] != " "] == ["ok"] * 4 + ["FAULT"]
+    assert [line.split()[0] for line in printed if line[0] != " "] == ["ok"] * 5 + ["FAULT"]
 
 
 @contextlib.contextmanager
