@@ -8,7 +8,7 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import charts
-from dashboard.metrics import GROUPS, OURS, RECENT_UPDATES, Bound, Metric, bounds
+from dashboard.metrics import ABANDONED, GROUPS, OURS, RECENT_UPDATES, Bound, Metric, bounds
 from dashboard.parts import choose_range, csv_button, draw, open_reader
 from dashboard.queries import StoreReader
 
@@ -77,11 +77,13 @@ def _states(url: str) -> pd.DataFrame:
 
 
 def _metric(table: pd.DataFrame, metric: Metric, bound: Bound | None, switches: list[int]) -> None:
-    values = table[metric.key].dropna()
+    values = table.loc[~table[ABANDONED], metric.key].dropna()
     unit = f" {metric.unit}" if metric.unit else ""
-    mean = float(values.iloc[-RECENT_UPDATES:].mean())
-    beyond = "" if bound is None or bound.holds(mean) else " :material/warning: beyond its bound"
-    st.markdown(f"**{metric.title}**: {mean:.3g}{unit}{beyond}")
+    mean = float(values.iloc[-RECENT_UPDATES:].mean()) if len(values) else None
+    is_well = bound is None or mean is None or bound.holds(mean)
+    beyond = "" if is_well else " :material/warning: beyond its bound"
+    shown = "too early to say" if mean is None else f"{mean:.3g}{unit}"
+    st.markdown(f"**{metric.title}**: {shown}{beyond}")
     draw(charts.metric_chart(table, metric, bound, switches), f"{metric.title} over versions")
     reading = metric.reading
     if bound is not None:

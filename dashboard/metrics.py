@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PER_MINUTE = "updates/per_minute"  # no metric of an update: from the times between them
+ABANDONED = "abandoned"  # no metric either: whether a rollback left it behind
 RECENT_UPDATES = 20  # updates whose mean is held against a bound
 OURS = "the dashboard's"
 

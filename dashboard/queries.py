@@ -19,7 +19,7 @@ import pandas as pd
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from dashboard.metrics import METRICS, PER_MINUTE, RECENT_UPDATES
+from dashboard.metrics import ABANDONED, METRICS, PER_MINUTE, RECENT_UPDATES
 from online_sao.errors import NotFoundError, StoreError
 from online_sao.store.database import make_engine, parse_url, place_of, store_errors
 from online_sao.store.models import (
@@ -323,7 +323,7 @@ class StoreReader:
         """Metrics of the newest `last` versions (None: all), a column per metric.
 
         Index: version. Thinned evenly to VERSIONS_SHOWN rows. PER_MINUTE: updates per minute
-        since the row before.
+        since the row before. ABANDONED: left by a rollback, so not on the line that serves.
         """
 
         def work(conn: Connection) -> pd.DataFrame:
@@ -337,12 +337,20 @@ class StoreReader:
             step = max(1, math.ceil((newest - oldest + 1) / VERSIONS_SHOWN))
             wanted = range(newest, oldest - 1, -step)
             rows = conn.execute(
-                sa.select(v.version, v.created_at, v.metrics)
+                sa.select(v.version, v.created_at, v.metrics, v.abandoned)
                 .where(v.version.in_(wanted), v.kind == "update")
                 .order_by(v.version)
             ).all()
             table = pd.DataFrame(
-                [{"version": r.version, "at": r.created_at, **(r.metrics or {})} for r in rows]
+                [
+                    {
+                        "version": r.version,
+                        "at": r.created_at,
+                        ABANDONED: r.abandoned,
+                        **(r.metrics or {}),
+                    }
+                    for r in rows
+                ]
             )
             if not len(table):
                 return table
@@ -716,10 +724,10 @@ def _styles(phases: Sequence[Phase]) -> list[str]:
 
 
 def _paused(conn: Connection) -> Event | None:
-    """The pause in force, if any. A learner that starts anew is not paused."""
+    """The pause in force, if any: it outlives a restart."""
     row = conn.execute(
         events.select()
-        .where(events.c.kind.in_(("pause", "resume_learning", "resume")))
+        .where(events.c.kind.in_(("pause", "resume_learning")))
         .order_by(events.c.id.desc())
         .limit(1)
     ).first()

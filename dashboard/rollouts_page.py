@@ -217,7 +217,10 @@ def _tokens(reader: StoreReader, options: argparse.Namespace, rollout: Rollout) 
         )
     else:
         texts = [""] * count
-        st.caption("No tokenizer.json was found (give --tokenizer), so tokens show as numbers.")
+        st.caption(
+            "No tokenizer.json was found, so tokens show as numbers; give its place with "
+            "`online-sao dashboard --tokenizer PATH`."
+        )
     table = pd.DataFrame(
         {
             "position": range(count),

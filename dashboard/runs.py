@@ -14,7 +14,7 @@ import pandas as pd
 
 from dashboard.queries import Phase
 from online_sao.errors import ScenarioError
-from online_sao.scenario import Results
+from online_sao.scenario import Results, mark_text
 
 DEPTH = 3  # folders below the given one that are looked into
 STEP = 10  # rollouts in a group of style shares
@@ -57,7 +57,7 @@ def find_runs(place: str | Path) -> tuple[list[Summary], list[str]]:
                     data=data,
                 )
             )
-            _ = [(p["name"], p["mean_reward"], p["rollouts_to_mark"]) for p in data["phases"]]
+            _ = [(p["name"], p["mean_reward"], mark_text(p, 1)) for p in data["phases"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             found = [run for run in found if run.folder != path.parent]
             why = f"no {error}" if isinstance(error, KeyError) else str(error)
@@ -88,9 +88,9 @@ def runs_table(runs: Sequence[Summary]) -> pd.DataFrame:
         }
         for phase in data["phases"]:
             row[f"{phase['name']}: last mean"] = phase.get("last_mean")
-            row[f"{phase['name']}: rollouts to {data.get('mark', 0.8):g}"] = phase[
-                "rollouts_to_mark"
-            ]
+            row[f"{phase['name']}: rollouts to {data.get('mark', 0.8):g}"] = mark_text(
+                phase, data.get("window", 40)
+            )
             heldout = phase.get("heldout") or {}
             row[f"{phase['name']}: held-out share"] = heldout.get("preferred_share")
         rows.append(row)
@@ -123,20 +123,21 @@ def phases_of(results: Results) -> list[Phase]:
 
 
 def rolling_rewards(results: Sequence[Results], window: int) -> pd.DataFrame:
-    """Mean reward of the last `window` rollouts: columns preset, seed, rollout, reward."""
+    """Mean reward of a phase's last `window` rollouts: columns preset, seed, rollout, reward."""
     tables = []
     for run in results:
         table = _rows(run)
-        rewards = table["reward"].astype(float).rolling(window, min_periods=max(1, window // 4))
+        rewards = table["reward"].astype(float).groupby(table["phase"])
+        rolling = rewards.rolling(window, min_periods=max(1, window // 4)).mean()
         tables.append(
             pd.DataFrame(
                 {
                     "preset": run.preset,
                     "seed": run.seed,
                     "rollout": table["index"],
-                    "reward": rewards.mean(),
+                    "reward": rolling.droplevel(0),
                 }
-            )
+            ).drop_duplicates("rollout", keep="last")
         )
     columns = ["preset", "seed", "rollout", "reward"]
     return pd.concat(tables).dropna() if tables else pd.DataFrame(columns=columns)
@@ -178,5 +179,8 @@ def styles_of(results: Sequence[Results]) -> list[str]:
 
 
 def _rows(run: Results) -> pd.DataFrame:
-    columns = ["index", "reward", "detected_style"]
-    return pd.DataFrame(run.rows, columns=columns).sort_values("index", ignore_index=True)
+    """In order; a group method's several answers to a request share its place (`index`)."""
+    columns = ["index", "phase", "reward", "detected_style"]
+    table = pd.DataFrame(run.rows, columns=columns).sort_values("index", ignore_index=True)
+    table["index"] = np.ceil(table["index"] / run.answers_per_request).astype(int)
+    return table

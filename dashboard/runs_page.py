@@ -73,7 +73,7 @@ def show(options: argparse.Namespace) -> None:
     mark, window = chosen[0].data.get("mark", 0.8), int(chosen[0].data.get("window", 40))
     st.caption(
         f"Last mean: reward of a phase's last {window} rollouts. Rollouts to {mark:g}: until "
-        f"{window} in a row had that mean reward; {NOTHING} means never. Held-out share: answers "
+        f"{window} in a row had that mean reward (-: fewer were rewarded). Held-out share: answers "
         "to questions never trained on that were in the preferred style, at the end of the phase."
     )
     csv_button(table, "runs")

@@ -159,6 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     dashboard.add_argument("--store", metavar="URL", help="database, instead of --run-dir")
     dashboard.add_argument("--url", default="http://127.0.0.1:8000", help="the endpoint itself")
     dashboard.add_argument("--runs", default="runs", metavar="DIR", help="results of simulations")
+    dashboard.add_argument(
+        "--tokenizer", metavar="PATH", help="tokenizer.json or its folder, if it is not found"
+    )
     dashboard.add_argument("--port", type=int, default=8501)
     dashboard.set_defaults(run=_dashboard)
 
@@ -332,6 +335,8 @@ def _dashboard(args: argparse.Namespace) -> int:
     command += ["--server.port", str(args.port), "--browser.gatherUsageStats", "false"]
     command += ["--server.headless", "true", "--", "--store", store, "--url", args.url]
     command += ["--runs", args.runs]
+    if args.tokenizer:
+        command += ["--tokenizer", args.tokenizer]
     _say(f"dashboard at http://127.0.0.1:{args.port}")
     return subprocess.call(command)
 

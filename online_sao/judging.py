@@ -5,9 +5,11 @@ The package `judge` knows nothing of ours; this is the one place that knows both
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from online_sao.config import Config
+from online_sao.errors import ConfigError
 from online_sao.types import StoredVerdict
 
 if TYPE_CHECKING:
@@ -41,6 +43,20 @@ def make_judge(config: Config) -> Any:
         flip_probability=settings.flip_probability,
         seed=config.learner.seed,
     )
+
+
+def checked_judge(config: Config, preferences: Sequence[tuple[str, Sequence[str]]]) -> Any:
+    """A judge that can work and knows these (style, pool). Raises ConfigError: what to mend."""
+    from judge import JudgeError
+
+    try:
+        judge = make_judge(config)
+        judge.check()
+        for style, pool in preferences:
+            judge.check_style(style, pool)
+    except JudgeError as error:
+        raise ConfigError(str(error)) from None
+    return judge
 
 
 def to_stored(outcome: Verdict | Unscored) -> StoredVerdict | str:

@@ -31,7 +31,7 @@ from online_sao.config import Config
 from online_sao.engine.offline_engine import OfflineEngine
 from online_sao.engine.weight_file import process_folder
 from online_sao.errors import CheckpointError, ScenarioError
-from online_sao.judging import make_judge, to_stored
+from online_sao.judging import checked_judge, to_stored
 from online_sao.learner.checkpoint import (
     list_checkpoints,
     load_checkpoint,
@@ -151,9 +151,13 @@ class OfflineRunner:
         self._earlier_s = 0.0
         self._began = time.monotonic()
         model = resolve_model(config.model.name)
-        self._run = make_run(config, model_hash(model))
-        self._judge = make_judge(config)
-        self._judge.check()
+        digest = model_hash(model)
+        self._run = make_run(config, digest)
+        one_seed = config.model_copy(
+            update={"learner": config.learner.model_copy(update={"seed": 0})}
+        )
+        self._settings_id = make_run(one_seed, digest).id  # the same for every seed
+        self._judge = checked_judge(config, [(p.style, p.pool) for p in scenario.phases])
         # Before anything large is loaded: the folder may hold another run.
         self._journal = self._read_journal()
         self._weights_dir = process_folder()
@@ -194,12 +198,17 @@ class OfflineRunner:
         phase, every = self._scenario.phases[number], self._scenario.heldout.every
         borders = [*range(every, phase.rollouts, every)] if every else []
         held_back: list[tuple[int, int, Request, Rollout]] = []
+        waiting: list[tuple[Request, Rollout]] = []  # until an update is full
         for border in (*(b for b in borders if b > done), phase.rollouts):
             requests = prompt_stream(self._scenario, number, start=done)
             for batch in _batches(itertools.islice(requests, border - done), self._batch):
-                ready = self._ready(batch, held_back, is_last=batch[-1].position + 1 == border)
-                for group in _batches(iter(ready), self._rollouts_per_update):
-                    self._learn(group)
+                is_last = batch[-1].position + 1 == border
+                waiting += self._ready(batch, held_back, is_last=is_last)
+                size = self._config.learner.rollouts_per_update
+                # Before an evaluation none waits any longer: a checkpoint follows.
+                while len(waiting) >= size or (is_last and waiting):
+                    self._learn(waiting[:size])
+                    del waiting[:size]
                 self._publish()
                 on_progress(self._num_requests(), total, f"{phase.name}: {self._recent():.2f}")
             done = border
@@ -228,10 +237,6 @@ class OfflineRunner:
             _, _, request, rollout = heapq.heappop(held_back)
             ready.append((request, rollout))
         return ready
-
-    @property
-    def _rollouts_per_update(self) -> int:
-        return self._config.learner.rollouts_per_update
 
     def _num_requests(self, phase: int | None = None) -> int:
         """Requests of `phase` (of all phases) whose answers were dealt with."""
@@ -476,6 +481,7 @@ class OfflineRunner:
             complete=complete,
             source="offline",
             run_id=self._run.id,
+            settings_id=self._settings_id,
             judge=judge_identity(self._config),
             lag=self._batch - 1,
             method_version=self._method_version,

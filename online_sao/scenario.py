@@ -467,6 +467,22 @@ def rollouts_to_mark(rewards: Sequence[float], window: int, mark: float) -> int 
     return int(reached[0]) + window if reached.size else None
 
 
+def mark_text(phase: Mapping[str, Any], window: int) -> str:
+    """When a phase of a summary reached the mark, for people: a number, "never", "not yet" where
+    it is unfinished, "-" where fewer rollouts than `window` were rewarded, which tells nothing."""
+    reached = phase["rollouts_to_mark"]
+    if reached is not None:
+        return str(reached)
+    if phase["rollouts"] < phase["planned"]:
+        return "not yet"
+    return "never" if has_window(phase, window) else "-"
+
+
+def has_window(phase: Mapping[str, Any], window: int) -> bool:
+    """Whether a phase of a summary has a whole window of rewards in which to reach the mark."""
+    return bool(phase["rollouts"] - phase["unscored"] >= window)
+
+
 def summarize(
     rows: Sequence[Mapping[str, Any]],
     scenario: Scenario,
@@ -600,6 +616,13 @@ class Results:
     @property
     def seed(self) -> int:
         return self.summary["seed"]
+
+    @property
+    def answers_per_request(self) -> int:
+        """1, or a group method's number: its rows are so many times the phases' requests."""
+        places = ((row["phase"], row.get("position")) for row in self.rows)
+        counts = Counter(place for place in places if place[1] is not None)
+        return max(counts.values(), default=1)
 
 
 def write_results(

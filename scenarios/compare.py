@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from online_sao.errors import OnlineSAOError, ScenarioError
-from online_sao.scenario import Results, read_results
+from online_sao.scenario import Results, has_window, read_results
 
 NEVER = math.inf
 MADE_ALIKE = {"method_version": "code", "lag": "lag", "judge": "judge"}
@@ -71,6 +71,13 @@ def collect(places: Sequence[Path], scenario: str | None = None) -> dict[str, li
                     "one of them anew."
                 )
         group = runs.setdefault(results.preset, [])
+        # Older result folders, and those of live runs, do not have it.
+        settings = {r.summary.get("settings_id") for r in (*group, results)} - {None}
+        if len(settings) > 1:
+            raise ScenarioError(
+                f"{results.folder} was made with other settings than the other runs of preset "
+                f"{results.preset}; compare seeds of the same settings."
+            )
         if any(other.seed == results.seed for other in group):
             raise ScenarioError(
                 f"Two runs have preset {results.preset} and seed {results.seed}: {results.folder} "
@@ -92,6 +99,7 @@ def _result_folders(place: Path) -> list[Path]:
 def compare(runs: dict[str, list[Results]]) -> dict[str, Any]:
     """All numbers of the comparison, over seeds, ready for JSON."""
     first = next(iter(runs.values()))[0]
+    window = first.scenario.thresholds.window
     presets = {}
     for name, group in runs.items():
         phases = []
@@ -103,7 +111,9 @@ def compare(runs: dict[str, list[Results]]) -> dict[str, Any]:
                     "style": mine[0]["style"],
                     "mean_reward": spread([p["mean_reward"] for p in mine]),
                     "last_mean": spread([p["last_mean"] for p in mine]),
-                    "rollouts_to_mark": spread_to_mark([p["rollouts_to_mark"] for p in mine]),
+                    "rollouts_to_mark": spread_to_mark(
+                        [p["rollouts_to_mark"] for p in mine if has_window(p, window)]
+                    ),
                     "preferred_share": spread(
                         [p["heldout"] and p["heldout"]["preferred_share"] for p in mine]
                     ),
@@ -142,8 +152,10 @@ def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
     return {"median": middle, "low": low, "high": high, "values": known}
 
 
-def spread_to_mark(values: Sequence[int | None]) -> dict[str, Any]:
+def spread_to_mark(values: Sequence[int | None]) -> dict[str, Any] | None:
     """Like `spread`, with None for never, which counts as longer than any number."""
+    if not values:
+        return None
     ordered = sorted(NEVER if value is None else value for value in values)
 
     def quantile(share: float) -> float | None:
@@ -223,7 +235,10 @@ def _cell(value: dict[str, Any] | None, form: Callable[[float], str] = "{:.2f}".
     return f"{form(value['median'])} ({form(value['low'])}–{form(value['high'])})"
 
 
-def _until(value: dict[str, Any]) -> str:
+def _until(value: dict[str, Any] | None) -> str:
+    if value is None:
+        return "-"
+
     def form(number: float | None) -> str:
         return "never" if number is None else f"{number:.0f}"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -67,12 +68,17 @@ def main(arguments: list[str] | None = None) -> int:
 def _run_preset(preset: str, out: Path, options: argparse.Namespace) -> None:
     """One endpoint from the start weights, one scenario against it."""
     folder, run_dir = out / preset, out / f"{preset}-endpoint"
+    made_with = _made_with(preset, options)
     if options.fresh:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(run_dir, ignore_errors=True)
     elif (folder / "finished").is_file():
-        _say(f"finished earlier: {folder} (--fresh runs it again)")
-        return
+        if (folder / "finished").read_text() == made_with:
+            _say(f"finished earlier: {folder} (--fresh runs it again)")
+            return
+        _say(f"{folder} was finished with another program or other settings: it is run again")
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(run_dir, ignore_errors=True)
     url = f"http://127.0.0.1:{options.port}"
     serve = [sys.executable, "-m", "online_sao.cli", "serve", "--preset", preset]
     serve += ["--port", str(options.port), "--run-dir", str(run_dir), "--seed", str(options.seed)]
@@ -88,10 +94,19 @@ def _run_preset(preset: str, out: Path, options: argparse.Namespace) -> None:
         scenario += ["--heldout-every", str(options.heldout_every)]
         scenario += ["--heldout-answers", str(options.heldout_answers)]
         _call(scenario)
-        (folder / "finished").touch()
+        (folder / "finished").write_text(made_with)
     finally:
         _stop(server)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # over 2 GiB, and of no more use
+
+
+def _made_with(preset: str, options: argparse.Namespace) -> str:
+    """All that a run's numbers depend on, as text to compare."""
+    from online_sao.offline import method_version  # torch is imported with it
+
+    lengths = [options.phase_rollouts, options.heldout_every, options.heldout_answers]
+    about = [method_version(), preset, options.seed, *lengths, *SIMULATION, *options.set]
+    return json.dumps(about)
 
 
 def _call(command: list[str]) -> None:

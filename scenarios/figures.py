@@ -153,7 +153,7 @@ def _reward_figure(results: Results) -> Figure:
     color = PRESET_COLORS[0]
     starts = _phase_starts(scenario)
     for number, values in phase_series(results, "reward").items():
-        x = starts[number] + np.arange(1, len(values) + 1)
+        x = starts[number] + np.arange(1, len(values) + 1) / results.answers_per_request
         axes.plot(
             x, values, color=color, lw=2.2, label="" if number else f"mean of the last {SMOOTHING}"
         )
@@ -274,7 +274,8 @@ def _overlay(
             PRESET_COLORS[number % len(PRESET_COLORS)],
             PRESET_DASHES[number % len(PRESET_DASHES)],
         )
-        label = f"{name} ({_seeds(group)})"
+        answers = group[0].answers_per_request
+        label = f"{name} ({_seeds(group)}{f', {answers} answers each' if answers > 1 else ''})"
         every = [series_of(results, column) for results in group]
         for phase, start in enumerate(_phase_starts(group[0].scenario)):
             stack = [series[phase] for series in every if len(series.get(phase, ()))]
@@ -283,7 +284,7 @@ def _overlay(
             middle, low, high = band(stack)
             if not np.isfinite(middle).any():
                 continue
-            x = start + np.arange(1, len(middle) + 1)
+            x = start + np.arange(1, len(middle) + 1) / answers
             axes.plot(x, middle, color=color, ls=dashes, lw=2.0, label=label)
             if len(stack) > 1:
                 axes.fill_between(x, low, high, color=color, alpha=0.18, lw=0)
@@ -336,7 +337,8 @@ def _share_pieces(
             continue
         seen = [row["detected_style"] for row in rows]
         count = sum(s not in here for s in seen) if style is None else seen.count(style)
-        pieces[-1][0].append(float(np.mean([row["index"] for row in rows])))
+        at = float(np.mean([row["index"] for row in rows]))
+        pieces[-1][0].append(at / group[0].answers_per_request)
         pieces[-1][1].append(count / len(seen))
     return [piece for piece in pieces if piece[0]]
 

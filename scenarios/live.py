@@ -41,6 +41,7 @@ from online_sao.scenario import (
     Scenario,
     heldout_requests,
     load_scenario,
+    mark_text,
     prompt_stream,
     rollout_row,
     write_results,
@@ -48,6 +49,8 @@ from online_sao.scenario import (
 
 FINISHED = frozenset({"trained", "unscored", "excluded", "stale", "discarded"})
 """States of a rollout from which it does not go on (docs/architecture.md)."""
+COLLECTING = "collecting live rollouts"
+"""What an endpoint says while it fits its critic to its clients' answers, for want of topics."""
 MARKED = frozenset({"scored", "unscored", "skipped"})
 """Judge states from which no verdict will come any more."""
 POLL_S = 0.4  # default of --poll: below an update's time; a look costs the endpoint 40 ms
@@ -377,6 +380,12 @@ class Run:
                     f"The endpoint has made {learning['updates']} updates before: this run does "
                     "not begin from the start weights."
                 )
+        if (learning.get("pretraining") or {}).get("state") == COLLECTING:
+            raise ScenarioError(
+                "The endpoint fits its critic to the first live answers, and waits for more of "
+                "them than a scenario leaves open. Start it with service.topics (a topics file) "
+                "or with --set learner.value_pretraining_rollouts=0."
+            )
         if self.scenario.settings:
             listed = " ".join(
                 f"--set {key}={value}" for key, value in self.scenario.settings.items()
@@ -409,11 +418,13 @@ class Run:
             elif entry["kind"] == "heldout":
                 self.heldout += entry["rows"]
                 self._evaluated.add((entry["phase"], entry["at"]))
-        newest = max((row["trained_version"] or 0 for row in self.rows), default=0)
-        if (learning.get("weight_version") or 0) < newest:
+        # Not the version: it rises again even when a crash took updates back.
+        made = len({row["trained_version"] for row in self.rows if row["trained_version"]})
+        if (learning.get("updates") or 0) < made:
             raise ScenarioError(
-                f"The endpoint is at weight version {learning.get('weight_version')}, behind the "
-                f"{newest} that the run in {self.folder} had reached; start over with --fresh."
+                f"The endpoint has made {learning.get('updates')} updates, and the run in "
+                f"{self.folder} had seen {made}: its weights are not those that the run had "
+                "reached. Start over with --fresh, and an endpoint from the start weights."
             )
         self._began = time.monotonic()
         # Answers that came before the stop and were not settled then.
@@ -736,14 +747,12 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         table.add_column(heading, justify="left" if heading == "phase" else "right")
     for phase in summary["phases"]:
         heldout = phase["heldout"]
-        until = phase["rollouts_to_mark"]
-        finished = phase["rollouts"] >= phase["planned"]
         table.add_row(
             phase["name"],
             f"{phase['rollouts']}/{phase['planned']}",
             _number(phase["mean_reward"]),
             _number(phase["last_mean"]),
-            str(until) if until else ("never" if finished else "not yet"),
+            mark_text(phase, window),
             _number(heldout and heldout["preferred_share"]),
             _number(phase["masked_fraction"], ".4f"),
             _number(phase["seconds"], ".0f"),

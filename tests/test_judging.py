@@ -3,7 +3,14 @@
 import pytest
 
 from online_sao.config import Config
-from online_sao.judging import FORGED_PROMPT, FORGERIES, make_judge, to_stored
+from online_sao.errors import ConfigError
+from online_sao.judging import (
+    FORGED_PROMPT,
+    FORGERIES,
+    checked_judge,
+    make_judge,
+    to_stored,
+)
 from online_sao.types import StoredVerdict
 
 POOL = ("academic", "cute", "chuunibyou", "classical")
@@ -16,3 +23,13 @@ async def test_the_embedded_judge_rewards_no_forgery(style, answer):
     outcome = to_stored(await judge.score(FORGED_PROMPT, answer, style, POOL))
     assert isinstance(outcome, StoredVerdict)
     assert outcome.reward == 0
+
+
+def test_a_judge_that_could_mark_nothing_is_refused_before_anything_is_started(monkeypatch):
+    checked_judge(Config(), [("cute", POOL)])
+    with pytest.raises(ConfigError, match="Unknown style 'pirate'"):
+        checked_judge(Config(), [("cute", POOL), ("pirate", ("pirate",))])
+    monkeypatch.delenv("ZAI_API_KEY", raising=False)
+    remote = Config.model_validate({"judge": {"model": "zai/glm-4.7"}})
+    with pytest.raises(ConfigError, match="ZAI_API_KEY"):
+        checked_judge(remote, [("cute", POOL)])

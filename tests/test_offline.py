@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,16 @@ def test_a_group_method_answers_each_prompt_several_times(tiny_model, scenario, 
     rows = read_results(tmp_path / "out" / "grpo-seed0").rows
     assert len(rows) == 12 * 4
     assert max(row["trained_version"] or 0 for row in rows) <= 12
+
+
+@pytest.mark.long
+def test_an_update_waits_until_it_is_full(tiny_model, scenario, tmp_path):
+    """Four answers at a time, three to an update; what is left is learned at a phase's end."""
+    settings = [*tiny(tiny_model, "learner.rollouts_per_update=3"), "--heldout-every", "0"]
+    subprocess.run(command(tmp_path, scenario, *settings), check=True, timeout=300)
+    rows = read_results(tmp_path / "sao-seed0").rows
+    sizes = Counter(row["trained_version"] for row in rows)
+    assert [sizes[version] for version in sorted(sizes)] == [3, 3, 2, 3, 1]
 
 
 def test_another_run_in_the_folder_is_refused(tiny_model, scenario, tmp_path):

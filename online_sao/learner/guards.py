@@ -202,7 +202,7 @@ class GuardRails:
         """Take in a round of probes; the first guard that fires, if any does."""
         before = self._last_probe.version if self._last_probe else 0
         self._last_probe = result
-        if result.quality is not None:
+        if result.quality is not None and self.is_enough(result.num_answers):
             self._probes.append(result)
             self.reference = self.reference or result
         if result.forgeries_rewarded is not None:
@@ -216,6 +216,10 @@ class GuardRails:
             if firing is not None:
                 return self._fired(firing)
         return None
+
+    def is_enough(self, num_answers: int) -> bool:
+        """Whether so many answers of a round with marks speak for the round."""
+        return num_answers >= PART_OF_WINDOW_MIN * self._config.probe_prompts
 
     def reset(self) -> None:
         """Forget the windows: other weights are in force, or a person has looked."""

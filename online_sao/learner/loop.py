@@ -50,6 +50,11 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0  # how often an idle loop looks into the store unasked
 STORE_RETRY_S = 2.0  # pause after the store refused
 PUBLISH_RETRY_S = 5.0  # after a failed publish, learning goes on for so long before the next
+OTHER_RUN = (
+    "A new run begins from the start weights: settings of the learner, seed or model differ from "
+    "the last start's. What was learned then is not served; with the settings of then it goes on, "
+    "as long as its checkpoints are there (pin one to keep it)."
+)
 MAX_FAILURES_IN_A_ROW = 5  # then the loop pauses itself instead of eating the queue
 EVENTS_READ = 1000  # of a kind, when a learner looks for what one before it has seen
 RATE_WINDOW_S = 120.0  # over which trained rollouts per minute are taken
@@ -176,6 +181,11 @@ class LearnerLoop:
             self._event("resume", {"from_version": parent, "rollouts_returned": lost})
             self._pause_reason = self._pause_in_force()
             self._remember_guards()
+        elif self._store.versions(limit=1):
+            self._event("error", {"what": OTHER_RUN})
+        if not known and self._pause_in_force():
+            # It was of a run with other settings, and must not come back over this one.
+            self._event("resume_learning", {"reason": "a run with other settings begins"})
         self._version = self._store.next_version()
         self._store.add_version(
             WeightVersion(self._version, parent=parent, run_id=self._run.id, kind=kind)
@@ -196,13 +206,18 @@ class LearnerLoop:
         """Whether the current version is the start weights, which engines already have."""
         return self._learner.num_updates == 0 and not self._unpublished
 
+    def publish_if_due(self) -> None:
+        """Publish what the engines do not have yet; for the loop's own thread, before `run`."""
+        if self._unpublished:
+            self._publish()
+
     def _refuse_unknown_checkpoints(self) -> None:
         """A store that was lost or exchanged must not make learning begin anew in silence."""
         known = self._store.next_version() - 1
         for version, path in list_checkpoints(self._checkpoints):
             if version > known:
                 raise CheckpointError(
-                    f"{path} is a checkpoint that the store {self._store.url} knows nothing of. "
+                    f"{path} is a checkpoint that the store {self._store.place} knows nothing of. "
                     f"Bring back the store it belongs to, or move {self._checkpoints} away to "
                     "begin anew."
                 )
@@ -243,7 +258,9 @@ class LearnerLoop:
     def _remember_guards(self) -> None:
         """What the guards of the learner before us held: first probes, last firing, its pin."""
         for event in self._store.events("probe", after_id=0, limit=EVENTS_READ):
-            if event.data["run_id"] == self._run.id and event.data["quality"] is not None:
+            data = event.data
+            is_ours = data["run_id"] == self._run.id and data["quality"] is not None
+            if is_ours and self._guards.is_enough(data["num_answers"]):
                 fields = ("version", "num_answers", "quality", "reward", "forgeries_rewarded")
                 self._guards.reference = ProbeResult(*(event.data[name] for name in fields))
                 break

@@ -7,10 +7,11 @@ model, store and judge are tried from here, with the same settings as `serve` wo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,13 +191,35 @@ JUDGE_REMEDIES = {
 }
 
 
+def _preference(config: Config) -> tuple[str, Sequence[str]]:
+    """The one in force: the store's, if an endpoint was started there before."""
+    from online_sao.store import RolloutStore
+    from online_sao.store.database import make_engine, parse_url, place_of, store_errors
+    from online_sao.store.migration import schema_of
+
+    with contextlib.suppress(StoreError):
+        parsed = parse_url(config.store_url)
+        engine = make_engine(parsed, read_only=True)
+        try:
+            with store_errors(place_of(parsed)), engine.connect() as conn:
+                is_made = schema_of(conn) is not None
+        finally:
+            engine.dispose()
+        if is_made:
+            with RolloutStore(config.store_url) as store:
+                kept = store.preference()
+            if kept is not None:
+                return kept.style, kept.pool
+    return config.preference.style, config.preference.pool
+
+
 def check_judge(config: Config) -> Finding:
     """One answer is marked, as any answer would be."""
     from judge import JudgeError, Unscored
     from online_sao.judging import FORGED_PROMPT, make_judge
 
     part = "judge"
-    style, pool = config.preference.style, config.preference.pool
+    style, pool = _preference(config)
     try:
         judge = make_judge(config)
         judge.check()
@@ -265,6 +288,12 @@ def check_engine(config: Config, url: str) -> Finding:
             part,
             f"{url} answers, but the learner does not learn: {reason}.",
             "Wait if it is loading or pretraining; else see GET /v1/learning and RUN_DIR/logs.",
+        )
+    if ready.get("paused"):
+        return Finding(
+            part,
+            f"{url} answers, but learning is paused: {ready['paused']}",
+            "When that is mended, POST /v1/learning/resume (docs/operations.md).",
         )
     return Finding(part, f"{url} answers with weight version {ready['weight_version']}")
 

@@ -174,13 +174,15 @@ class RecordingLLM(AsyncLLM):
         finish_reason: str,
         exclusion: str | None,
     ) -> Rollout:
+        aborted = finish_reason == "abort"
+        if aborted:  # also by the engine itself, when it is told to end
+            exclusion = exclusion or "aborted"
         exclusion = exclusion or numbers_exclusion(
             choice.token_ids,
             choice.logprobs,
             len(prompt_ids) + len(choice.token_ids),
             self.max_train_tokens,
         )
-        aborted = finish_reason == "abort"
         metadata = context.body.get("metadata")
         messages = context.body.get("messages")
         return Rollout(

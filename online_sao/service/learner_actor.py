@@ -155,6 +155,8 @@ class LearnerActor:
             loop.stop()
         if loop.serves_start_weights:
             publisher.announce_start(loop.version)
+        else:  # before pretraining, which may wait for clients, who wait for an engine with news
+            loop.publish_if_due()
         if loop.needs_pretraining():
             self._state = "pretraining"
             self._pretrain(loop, learner, store)
@@ -179,6 +181,16 @@ class LearnerActor:
             rollouts = self._first_live_rollouts(loop, store, count)
         else:
             rollouts = self._generated_rollouts(loop, store, prompts)
+        if len(rollouts) < count / 2:
+            store.add_event(
+                "error",
+                {
+                    "what": f"The critic was fitted to {len(rollouts)} of {count} answers: the "
+                    "judge marked no more. See why with `online-sao doctor`, and start again with "
+                    "a new --run-dir for a critic that knows the start policy."
+                },
+                loop.version,
+            )
         if rollouts:
             metrics = loop.pretrain(rollouts)
             store.add_event("value_pretraining", dict(metrics), loop.version)
@@ -248,7 +260,14 @@ class LearnerActor:
         threading.Thread(target=prober.run, args=(self._done,), name="probes", daemon=True).start()
 
     def _pretraining_rollouts(self, store: RolloutStore, loop: LearnerLoop) -> Sequence[Rollout]:
-        return store.list(purpose=Purpose.PRETRAINING, run_id=loop.status().run_id, limit=100_000)
+        rollouts = store.list(
+            purpose=Purpose.PRETRAINING,
+            run_id=loop.status().run_id,
+            limit=100_000,
+            with_tokens=True,
+        )
+        # Those whose texts were deleted (service.retention_days) are generated anew.
+        return [rollout for rollout in rollouts if len(rollout.token_ids)]
 
     def _first_live_rollouts(
         self, loop: LearnerLoop, store: RolloutStore, count: int

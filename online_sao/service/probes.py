@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from online_sao.config import Config
 from online_sao.errors import OnlineSAOError
+from online_sao.judging import FORGERIES
 from online_sao.learner.guards import ProbeResult
 from online_sao.store import RolloutStore
 from online_sao.types import JudgeState, Preference, Rollout
@@ -90,7 +91,10 @@ class Prober:
             num_answers=len(rollouts),
             quality=_mean([quality for quality in qualities if quality is not None]),
             reward=_mean([r.verdict.reward for r in rollouts if r.verdict]),
-            forgeries_rewarded=_mean([float(reward > 0) for reward in rewards]),
+            # Of one that got a mark nothing is said about the others.
+            forgeries_rewarded=_mean([float(reward > 0) for reward in rewards])
+            if len(rewards) >= len(FORGERIES) / 2
+            else None,
         )
 
     def prompts(self, preference: Preference) -> list[Messages]:

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 5.0  # one long poll of the weight board
 CATCH_UP_S = 0.1  # for the answer of a board that knows of nothing newer
 RETRY_S = 1.0
+RECORD_TIMEOUT_S = 12.0  # an answer waits no longer for a store that hangs (SQLite gives up at 10)
 OWN_MAX_TOKENS = 56  # of prompts that we ask ourselves
 KEPT_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 
@@ -128,12 +129,15 @@ class Endpoint:
             "state": str(rollout.state),
             "seconds": rollout.latency_s,
         }
+        writing = asyncio.get_running_loop().run_in_executor(self._writer, self.store.add, rollout)
         try:
-            await asyncio.get_running_loop().run_in_executor(self._writer, self.store.add, rollout)
-        except StoreError as error:
+            # Shielded: what was begun may still be written, only nobody waits for it.
+            await asyncio.wait_for(asyncio.shield(writing), RECORD_TIMEOUT_S)
+        except (StoreError, TimeoutError) as error:
             self.num_unrecorded += 1
             self.store_failed = True
-            log.warning("not recorded: %s", error, extra=about)
+            writing.add_done_callback(_seen)
+            log.warning("not recorded: %s", error or "the store does not answer", extra=about)
             return False
         log.info("recorded", extra=about)
         self.store_failed = False
@@ -230,3 +234,9 @@ class Endpoint:
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _seen(writing: asyncio.Future[Any]) -> None:
+    """A failure that comes after nobody waits any more is no surprise to asyncio."""
+    if not writing.cancelled():
+        writing.exception()

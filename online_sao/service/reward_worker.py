@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0  # how often the store is asked unprompted
 STORE_RETRY_S = 2.0
+CIRCUIT_RETRY_S = 5.0  # while the judge leaves a provider alone that failed repeatedly
+CIRCUIT_OPEN = "circuit_open"
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
@@ -80,13 +82,15 @@ class RewardWorker:
                 self._wake.clear()
 
     async def _one_round(self) -> None:
+        most = 2 * self._config.judge.concurrency
         # In flight ones are still "waiting" in the store, so ask for that many more.
-        limit = 2 * self._config.judge.concurrency + len(self._in_flight)
         waiting = await asyncio.to_thread(
-            self._store.waiting_for_judge, limit, clients_before=self._clients_before()
+            self._store.waiting_for_judge,
+            most + len(self._in_flight),
+            clients_before=self._clients_before(),
         )
         for rollout in waiting:
-            if rollout.id in self._in_flight:
+            if rollout.id in self._in_flight or len(self._in_flight) >= most:
                 continue
             self._in_flight.add(rollout.id)
             asyncio.get_running_loop().create_task(self._judge_one(rollout))
@@ -104,24 +108,40 @@ class RewardWorker:
         try:
             async with self._slots:
                 outcome = await self._score(rollout)
-            about = {"rollout_id": rollout.id, "weight_version": rollout.weight_version_end}
-            if isinstance(outcome, StoredVerdict):
-                log.info("judged", extra={**about, "reward": outcome.reward})
-                await asyncio.to_thread(self._store.set_verdict, rollout.id, outcome)
-                self._counts["scored"] += 1
-                _notify_learner()
-            else:
-                log.warning("unscored: %s", outcome, extra=about)
-                await asyncio.to_thread(self._store.set_unscored, rollout.id, outcome)
-                self._counts["unscored"] += 1
-            self._failure = None
+                while outcome == CIRCUIT_OPEN:  # it was not asked about this answer
+                    self._failure = "The judge's provider failed repeatedly; answers wait for it."
+                    await asyncio.sleep(CIRCUIT_RETRY_S)
+                    outcome = await self._score(rollout)
+            await self._keep(rollout, outcome)
         except NotFoundError:
             pass  # deleted while it was judged
-        except StoreError as error:
-            self._failure = str(error)  # it still waits in the store; the next round takes it
         finally:
             self._in_flight.discard(rollout.id)
             self._wake.set()
+
+    async def _keep(self, rollout: Rollout, outcome: StoredVerdict | str) -> None:
+        """Write what the judge said, however long the store refuses: a verdict costs money."""
+        about = {"rollout_id": rollout.id, "weight_version": rollout.weight_version_end}
+        while True:
+            try:
+                if isinstance(outcome, StoredVerdict):
+                    await asyncio.to_thread(self._store.set_verdict, rollout.id, outcome)
+                else:
+                    await asyncio.to_thread(self._store.set_unscored, rollout.id, outcome)
+                break
+            except NotFoundError:
+                raise
+            except StoreError as error:
+                self._failure = str(error)
+                await asyncio.sleep(STORE_RETRY_S)
+        self._failure = None
+        if isinstance(outcome, StoredVerdict):
+            log.info("judged", extra={**about, "reward": outcome.reward})
+            self._counts["scored"] += 1
+            _notify_learner()
+        else:
+            log.warning("unscored: %s", outcome, extra=about)
+            self._counts["unscored"] += 1
 
     async def _score(self, rollout: Rollout) -> StoredVerdict | str:
         """A verdict, or the reason why there is none."""

@@ -190,6 +190,8 @@ def build_app(endpoint: Any, config: Config) -> Any:
             "weight_version": endpoint.engine.weight_version,
             "current_version": version,
             "error": status["error"] or endpoint.weights_error,
+            # Serving goes on, so it is ready.
+            "paused": status.get("pause_reason"),
         }
         return JSONResponse(body, 200 if is_ready else 503)
 

@@ -11,12 +11,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from online_sao.config import Config, EngineConfig, LearnerConfig, ServiceConfig
 from online_sao.engine.weight_file import endpoint_folder
 from online_sao.errors import ConfigError, OnlineSAOError, StoreError
+from online_sao.judging import checked_judge
 from online_sao.prepare import model_hash, resolve_model
 from online_sao.service import cleanup, names
 from online_sao.service.housekeeping import Housekeeper
@@ -84,10 +85,13 @@ class Endpoint:
         digest = model_hash(model)
         self._migrate_store()
         with RolloutStore(config.store_url) as store:
-            if store.preference() is None:
+            preference = store.preference()
+            if preference is None:
                 store.set_preference(
                     Preference(config.preference.style, tuple(config.preference.pool)), None
                 )
+            else:
+                self._check_kept(preference)
         os.environ.update({k: os.environ.get(k, v) for k, v in ENVIRONMENT.items()})
         self._report("starting Ray")
         self._start_ray()
@@ -239,6 +243,26 @@ class Endpoint:
             copy = f"; a copy from before is {done.backup}" if done.backup else ""
             self._report(f"store migrated from schema {done.before} to {done.after}{copy}")
 
+    def _check_kept(self, preference: Preference) -> None:
+        """The preference that an earlier start left: it counts, not the settings'."""
+        config = self._config
+        try:
+            checked_judge(config, [(preference.style, preference.pool)])
+        except ConfigError as error:
+            raise ConfigError(
+                f"{config.run_dir} keeps the preference '{preference.style}' of an earlier start, "
+                f"which this judge does not know ({error}) Choose another --run-dir, or start with "
+                "the judge of then and set another preference (PUT /v1/preference)."
+            ) from None
+        if (preference.style, tuple(preference.pool)) != (
+            config.preference.style,
+            tuple(config.preference.pool),
+        ):
+            self._report(
+                f"preferred is '{preference.style}' among {', '.join(preference.pool)}, as it was "
+                "set last; change it with PUT /v1/preference"
+            )
+
     def _start_ray(self) -> None:
         import ray
 
@@ -257,7 +281,7 @@ class Endpoint:
         if not self._is_on_cluster:
             # Logical CPUs: placement only. Real use of the cores is set by thread counts.
             options |= {
-                "num_cpus": max(4, os.cpu_count() or 1),
+                "num_cpus": max(4, os.cpu_count() or 1, self._config.engine.num_replicas + 1),
                 "include_dashboard": False,
                 "object_store_memory": 256 * 2**20,
             }
@@ -290,6 +314,7 @@ class Endpoint:
         board_class.options(
             name=names.BOARD, lifetime="detached", max_restarts=-1, scheduling_strategy=here
         ).remote()
+        check_resources(config, ray.cluster_resources())
         self._report("starting learner and judge")
         # Handles are kept: an actor without one would be collected.
         self._parts = [
@@ -340,9 +365,7 @@ def running_endpoint(config: Config, report: Report = print) -> Iterator[Endpoin
 
 def check_settings(config: Config) -> None:
     """What can be wrong before anything is started. Raises OnlineSAOError."""
-    from judge import JudgeError
     from online_sao.config import OFFLINE_ONLY_ADVANTAGES
-    from online_sao.judging import make_judge
 
     if config.learner.advantage in OFFLINE_ONLY_ADVANTAGES:
         raise ConfigError(
@@ -355,12 +378,7 @@ def check_settings(config: Config) -> None:
             f"Binding to {host} opens the endpoint to others: set {API_KEY_VARIABLE}, or pass "
             "--insecure if that is meant."
         )
-    try:
-        judge = make_judge(config)
-        judge.check()
-        judge.check_style(config.preference.style, config.preference.pool)
-    except JudgeError as error:
-        raise ConfigError(str(error)) from None
+    checked_judge(config, [(config.preference.style, config.preference.pool)])
     if config.service.topics is not None:
         from online_sao.writing import load_topics
 
@@ -392,6 +410,28 @@ def placement(config: Config, part: LearnerConfig | EngineConfig) -> dict[str, A
     if uses_gpu(config):
         options["num_gpus"] = part.gpu_share
     return options
+
+
+def check_resources(config: Config, there: Mapping[str, float]) -> None:
+    """Raise ConfigError when Ray could never place the parts: it would wait for ever."""
+    wanted: dict[str, float] = {}
+    parts = ((config.learner, 1), (config.engine, config.engine.num_replicas))
+    for part, count in parts:
+        options = placement(config, part)
+        needs = {"CPU": 1.0, "GPU": options.get("num_gpus", 0.0), **options.get("resources", {})}
+        for name, amount in needs.items():
+            wanted[name] = wanted.get(name, 0.0) + count * amount
+    short = [
+        f"{amount:g} {name} of {there.get(name, 0.0):g}"
+        for name, amount in wanted.items()
+        if amount > there.get(name, 0.0) + 1e-9
+    ]
+    if short:
+        raise ConfigError(
+            f"Learner and {config.engine.num_replicas} replica(s) need {', '.join(short)} that "
+            "Ray has: lower engine.num_replicas, or mend learner.resources, engine.resources "
+            "and the gpu_share of both."
+        )
 
 
 def uses_gpu(config: Config) -> bool:

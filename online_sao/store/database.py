@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
@@ -17,6 +18,8 @@ from sqlalchemy.engine import Connection, Engine
 from online_sao.errors import StoreError
 
 BUSY_TIMEOUT_S = 10.0  # how long a writer waits for another process before it gives up
+CONNECT_TIMEOUT_S = 5  # for a PostgreSQL server that does not answer at all
+SILENT_TIMEOUT_S = 10  # and for one that stops answering
 
 
 def parse_url(url: str) -> sa.URL:
@@ -54,7 +57,7 @@ def make_engine(url: sa.URL, *, read_only: bool = False) -> Engine:
             options = f"{url.query.get('options', '')} -c default_transaction_read_only=on"
             url = url.update_query_dict({"options": options.strip()})
         try:
-            return sa.create_engine(url, pool_pre_ping=True)
+            return sa.create_engine(url, pool_pre_ping=True, connect_args=_given_up_after(url))
         except ImportError:
             raise StoreError(
                 "PostgreSQL needs the package psycopg: pip install 'online-sao[postgres]'."
@@ -86,6 +89,13 @@ def make_engine(url: sa.URL, *, read_only: bool = False) -> Engine:
         conn.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
 
     return engine
+
+
+def _given_up_after(url: sa.URL) -> dict[str, Any]:
+    """Timeouts towards a host that does not answer at all, where the URL sets none: answers to
+    clients wait until they are recorded or the store has failed."""
+    wanted = {"connect_timeout": CONNECT_TIMEOUT_S, "tcp_user_timeout": 1000 * SILENT_TIMEOUT_S}
+    return {name: value for name, value in wanted.items() if name not in url.query}
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:

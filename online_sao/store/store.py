@@ -99,6 +99,11 @@ class RolloutStore:
             self._engine.dispose()
             raise
 
+    @property
+    def place(self) -> str:
+        """The file or the database, for people: without a password."""
+        return self._place
+
     def close(self) -> None:
         self._engine.dispose()
 

@@ -169,6 +169,14 @@ class TestProbes:
         guards.observe_probe(ProbeResult(0, 8, quality=1.0, reward=1.0))
         assert guards.observe_probe(ProbeResult(100, 0, quality=None, reward=None)) is None
 
+    def test_few_marks_of_a_round_are_no_round(self):
+        guards = rails(probe_rounds=1, probe_prompts=8)
+        guards.observe_probe(ProbeResult(0, 3, quality=1.0, reward=1.0))  # a judge at its limit
+        assert guards.reference is None
+        guards.observe_probe(ProbeResult(100, 4, quality=0.5, reward=0.5))
+        assert guards.reference.version == 100
+        assert guards.observe_probe(ProbeResult(200, 3, quality=0.0, reward=0.0)) is None
+
     def test_a_judge_that_rewards_worthless_answers(self):
         guards = rails()
         good = ProbeResult(0, 8, quality=1.0, reward=1.0, forgeries_rewarded=0.0)

@@ -434,6 +434,9 @@ class TestControl:
         other_run = bench.loop(seed=1)
         assert other_run.start() == "start"
         assert not other_run.status().paused
+        its_restart = bench.loop(seed=1)
+        assert its_restart.start() == "resume"
+        assert not its_restart.status().paused
 
     def test_stop_finishes_the_update_and_keeps_it(self, bench):
         loop = bench.loop()
@@ -461,6 +464,20 @@ class TestControl:
 
 
 class TestPublishing:
+    def test_before_the_loop_runs_a_resumed_learner_brings_engines_up_to_date(self, bench):
+        """Value pretraining on live answers waits for clients, who wait for a ready endpoint."""
+        publisher = Publisher()
+        loop = bench.loop(publisher)
+        loop.start()
+        loop.publish_if_due()
+        assert publisher.tried == []  # engines begin with the start weights
+        again = bench.loop(publisher)
+        assert again.start() == "resume"
+        again.publish_if_due()
+        assert publisher.tried == [again.version]
+        again.publish_if_due()
+        assert publisher.tried == [again.version]
+
     @pytest.mark.parametrize("error", [WeightUpdateError("no engine answered"), OSError("full")])
     def test_one_that_fails_does_not_stop_learning(self, bench, error, monkeypatch):
         monkeypatch.setattr(loop_module, "PUBLISH_RETRY_S", WAIT_S)
@@ -864,6 +881,8 @@ class TestResume:
         assert other.start() == "start"
         assert other.learner.num_updates == 0
         assert other.version == 2
+        (event,) = bench.store.events("error")  # and not in silence
+        assert "A new run begins from the start weights" in event.data["what"]
         assert bench.states() == {"a": S.TRAINED}  # of the other run: left alone
         bench.learn(other, "b")
         # and back: the first run goes on from where it was

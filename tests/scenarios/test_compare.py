@@ -252,3 +252,39 @@ def test_share_lines_break_where_the_pool_changes(runs):
     assert figures._share_pieces([results], "academic") == [([0.0, 20.0], [0.0, 0.0])]
     others = figures._share_pieces([results], None)
     assert others == [([0.0, 20.0], [0.75, 0.25]), ([20.0, 40.0], [0.75, 0.25])]
+
+
+def test_a_phase_shorter_than_the_window_says_nothing_about_the_mark(tmp_path):
+    short = SCENARIO.replace(phase_rollouts=3)
+    runs = collect([make_run(tmp_path / "short", "sao", 0, (0, 0), scenario=short)])
+    _, rows = phase_rows(compare(runs))
+    assert [row[4] for row in rows] == ["-", "-"]
+
+
+def test_several_answers_to_a_request_share_its_place(tmp_path):
+    """A group method's rows are several times the requests, by which phases are counted."""
+    folder = make_run(tmp_path / "grpo", "grpo", 0, (0, 0))
+    results = read_results(folder)
+    assert results.answers_per_request == 1
+    rows = [dict(row, index=2 * row["index"] - 1 + n) for row in results.rows for n in (0, 1)]
+    heldout = [dict(row, index=2 * row["index"]) for row in results.heldout]
+    write_results(folder, SCENARIO, rows, heldout, preset="grpo", complete=True)
+    results = read_results(folder)
+    assert results.answers_per_request == 2
+    pieces = figures._share_pieces([results], "cute")
+    assert max(x for xs, _ in pieces for x in xs) <= 40
+    figure = figures._compared_rewards({"grpo": [results]})
+    drawn = [
+        x for line in figure.axes[0].lines for x in line.get_xdata() if len(line.get_xdata()) > 2
+    ]
+    assert max(drawn) == 40
+
+
+def test_seeds_of_other_settings_are_not_pooled(tmp_path):
+    make_run(tmp_path / "a", "sao", 0, (0, 0))  # an older one that does not say
+    make_run(tmp_path / "b", "sao", 1, (0, 0), settings_id="x")
+    make_run(tmp_path / "c", "running_mean", 0, (0, 0), settings_id="y")
+    assert set(collect([tmp_path])) == {"sao", "running_mean"}
+    make_run(tmp_path / "d", "sao", 2, (0, 0), settings_id="z")
+    with pytest.raises(ScenarioError, match="other settings than the other runs of preset sao"):
+        collect([tmp_path])

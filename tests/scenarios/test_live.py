@@ -201,7 +201,8 @@ def test_weights_older_than_the_journal_are_noticed(fake, url, start, run, tmp_p
     fake.version = 3
     code, _, err = run(SCRIPT, *arguments, "--heldout-answers", 1)
     assert code == 2
-    assert "start over with --fresh" in err
+    assert "The endpoint has made 3 updates" in err
+    assert "Start over with --fresh" in err
 
 
 def test_no_endpoint_is_one_line_and_exit_code_2(run, tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import multiprocessing
 import os
 import shutil
@@ -18,6 +19,7 @@ from online_sao.config import Config
 from online_sao.service import doctor
 from online_sao.store import RolloutStore, models
 from online_sao.store.database import make_engine, parse_url
+from online_sao.types import Preference
 
 NOBODY = 65534
 FORK = multiprocessing.get_context("fork")
@@ -152,6 +154,12 @@ class TestJudge:
         settings = {"model": "openai/any", "api_base": "http://127.0.0.1:1", "max_retries": 0}
         assert "connection" in doctor.check_judge(config(judge=settings)).what
 
+    def test_the_preference_in_force_counts_and_not_the_settings(self, tmp_path):
+        settings = in_run_dir(tmp_path)
+        with RolloutStore(settings.store_url) as store:
+            store.set_preference(Preference("concise", ("concise", "warm")), None)
+        assert "concise" in doctor.check_judge(settings).what
+
     def test_a_style_that_it_does_not_know(self):
         finding = doctor.check_judge(config(preference={"style": "pirate", "pool": ["pirate"]}))
         assert "pirate" in finding.what
@@ -182,6 +190,12 @@ class TestEngine:
         with answering({}) as url:
             assert "weight version 7" in doctor.check_engine(Config(), url).what
 
+    def test_learning_is_paused(self):
+        with answering({"paused": "guard entropy: too certain."}) as url:
+            finding = doctor.check_engine(Config(), url)
+        assert "learning is paused: guard entropy" in finding.what
+        assert "resume" in finding.remedy
+
     def test_the_address_of_one_that_is_bound_to_all(self):
         assert (
             doctor.address(config(service={"host": "0.0.0.0"}).service) == "http://127.0.0.1:8000"
@@ -206,8 +220,9 @@ def answering(statuses):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             status = statuses.get(self.path, 200)
-            ready = b'{"ready": %s, "learner": "loading", "weight_version": 7, "error": null}'
-            body = ready % (b"true" if status == 200 else b"false")
+            ready = {"ready": status == 200, "learner": "loading", "weight_version": 7}
+            ready |= {"error": None, "paused": statuses.get("paused")}
+            body = json.dumps(ready).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

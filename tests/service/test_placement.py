@@ -3,7 +3,8 @@
 import pytest
 
 from online_sao.config import Config
-from online_sao.service.serve import placement
+from online_sao.errors import ConfigError
+from online_sao.service.serve import check_resources, placement
 
 
 def settings(**sections):
@@ -34,3 +35,24 @@ def test_engine_and_learner_share_a_gpu_or_have_one_each(share, gpus):
     asked = [placement(config, part)["num_gpus"] for part in (config.learner, config.engine)]
     assert asked == [share, share]
     assert sum(asked) == gpus
+
+
+class TestWhatRayCouldNeverPlace:
+    def test_what_fits(self):
+        config = settings(model={"device": "cpu"}, engine={"num_replicas": 3})
+        check_resources(config, {"CPU": 4})
+
+    def test_more_replicas_than_cpus(self):
+        config = settings(model={"device": "cpu"}, engine={"num_replicas": 4})
+        with pytest.raises(ConfigError, match=r"5 CPU of 4 .* engine\.num_replicas"):
+            check_resources(config, {"CPU": 4})
+
+    def test_a_misspelt_resource(self):
+        config = settings(model={"device": "cpu"}, engine={"resources": {"rak": 1}})
+        with pytest.raises(ConfigError, match="1 rak of 0"):
+            check_resources(config, {"CPU": 4, "rack": 1})
+
+    def test_three_halves_of_a_gpu(self):
+        config = settings(model={"device": "cuda"}, engine={"num_replicas": 2, "gpu_share": 0.5})
+        with pytest.raises(ConfigError, match="GPU of 1"):
+            check_resources(config, {"CPU": 8, "GPU": 1})
