@@ -115,8 +115,9 @@ def build_app(endpoint: Any, config: Config) -> Any:
         """What an actor answers; _Down if it does not. What it raises is raised here."""
         try:
             return await asyncio.wait_for(call, timeout_s)
-        except ray.exceptions.RayTaskError:
-            raise
+        except ray.exceptions.RayTaskError as error:
+            # Our own one sentence, and not Ray's traceback of it.
+            raise error.cause if isinstance(error.cause, OnlineSAOError) else error from None
         except (TimeoutError, ray.exceptions.RayError):
             raise _Down from None
 
@@ -124,7 +125,7 @@ def build_app(endpoint: Any, config: Config) -> Any:
         """The status of a named actor; None if it does not answer."""
         try:
             return await ask(actor(name).status.remote())
-        except (_Down, ray.exceptions.RayTaskError):
+        except (_Down, ray.exceptions.RayTaskError, OnlineSAOError):
             return None
 
     def stored_counts() -> tuple[Any, Any]:
@@ -347,10 +348,9 @@ def build_app(endpoint: Any, config: Config) -> Any:
     async def rollback(body: VersionBody) -> JSONResponse:
         try:
             made = await ask(learner().rollback.remote(body.version), ROLLBACK_TIMEOUT_S)
-        except ray.exceptions.RayTaskError as error:
+        except (ray.exceptions.RayTaskError, OnlineSAOError) as error:
             # The learner says which versions it could go back to.
-            cause = error.cause if isinstance(error.cause, OnlineSAOError) else error
-            return await refused(str(cause))
+            return await refused(str(error))
         return JSONResponse({"version": made, "from_version": body.version})
 
     @app.post("/v1/learning/checkpoint")
@@ -358,9 +358,8 @@ def build_app(endpoint: Any, config: Config) -> Any:
         """Keep the current version: it can then be exported, pinned, and gone back to."""
         try:
             version = await ask(learner().checkpoint.remote(), ROLLBACK_TIMEOUT_S)
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, OnlineSAOError) else error
-            return await refused(str(cause))
+        except (ray.exceptions.RayTaskError, OnlineSAOError) as error:
+            return await refused(str(error))
         return JSONResponse({"version": version})
 
     @app.post("/v1/learning/pin")

@@ -310,3 +310,25 @@ def test_an_aborted_answer_is_recorded_and_never_trained_on(harness):
     (rollout,) = harness.rollouts[start:]
     assert (rollout.state, rollout.reason) == (RolloutState.EXCLUDED, "aborted")
     assert 0 < len(rollout.token_ids) < 200
+
+
+def test_what_the_engine_itself_aborts_is_never_learned_from(harness):
+    """As when it is told to end: the answer comes to its end as any other, only cut."""
+
+    async def ask():
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        from online_sao.service.engine import CURRENT_REQUEST, RequestContext
+
+        context = RequestContext("cut", {"messages": []})
+        CURRENT_REQUEST.set(context)
+        params = SamplingParams(max_tokens=150, output_kind=RequestOutputKind.DELTA)
+        prompt = {"prompt_token_ids": harness.tokenizer("Rain.")["input_ids"]}
+        async for _ in harness.engine.generate(prompt, params, "cut"):
+            await harness.engine.abort("cut")
+
+    start = len(harness.rollouts)
+    harness.loop.run_until_complete(asyncio.wait_for(ask(), 60))
+    (rollout,) = harness.rollouts[start:]
+    assert rollout.finish_reason == "abort"
+    assert (rollout.state, rollout.reason) == (RolloutState.EXCLUDED, "aborted")
