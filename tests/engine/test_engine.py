@@ -59,7 +59,7 @@ class Harness:
     def ask(self, text="Rain.", max_tokens=24, body=None, **sampling):
         return self.loop.run_until_complete(self._ask(text, max_tokens, body or {}, sampling))
 
-    async def _ask(self, text, max_tokens, body, sampling):
+    async def _ask(self, text, max_tokens, body, sampling, on_output=lambda: None):
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         from online_sao.service.engine import CURRENT_REQUEST, RequestContext
@@ -73,7 +73,7 @@ class Harness:
         prompt = {"prompt_token_ids": self.tokenizer(SHARED_PREFIX + text)["input_ids"]}
         start = len(self.rollouts)
         async for _ in self.engine.generate(prompt, params, context.response_id):
-            pass
+            on_output()
         return self.rollouts[start:]
 
     def new_weights(self, version, scale=0.3):
@@ -299,8 +299,11 @@ def test_after_a_failed_exchange_nothing_is_generated_until_a_good_one(harness, 
 
 def test_an_aborted_answer_is_recorded_and_never_trained_on(harness):
     async def leave():
-        asking = asyncio.ensure_future(harness._ask("leaving", 200, {}, {"ignore_eos": True}))
-        await asyncio.sleep(0.2)
+        begun = asyncio.Event()
+        asking = asyncio.ensure_future(
+            harness._ask("leaving", 200, {}, {"ignore_eos": True}, begun.set)
+        )
+        await asyncio.wait_for(begun.wait(), 60)  # before a token there is nothing to record
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await asyncio.sleep(0.1)
