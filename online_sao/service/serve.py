@@ -314,7 +314,12 @@ class Endpoint:
         board_class.options(
             name=names.BOARD, lifetime="detached", max_restarts=-1, scheduling_strategy=here
         ).remote()
-        check_resources(config, ray.cluster_resources())
+        try:
+            check_resources(config, ray.cluster_resources())
+        except ConfigError as error:
+            if not self._is_on_cluster:
+                raise
+            self._report(f"{error} Waiting for a node that has them.")  # it may be on its way
         self._report("starting learner and judge")
         # Handles are kept: an actor without one would be collected.
         self._parts = [
