@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from online_sao.config import Config
-from online_sao.errors import ModelError, StoreError
+from online_sao.errors import ConfigError, ModelError, StoreError
 from online_sao.service.memory_watch import memory_problem
 from online_sao.service.serve import address
 
@@ -215,16 +215,14 @@ def _preference(config: Config) -> tuple[str, Sequence[str]]:
 
 def check_judge(config: Config) -> Finding:
     """One answer is marked, as any answer would be."""
-    from judge import JudgeError, Unscored
-    from online_sao.judging import FORGED_PROMPT, make_judge
+    from judge import Unscored
+    from online_sao.judging import FORGED_PROMPT, checked_judge
 
     part = "judge"
     style, pool = _preference(config)
     try:
-        judge = make_judge(config)
-        judge.check()
-        judge.check_style(style, pool)
-    except JudgeError as error:
+        judge = checked_judge(config, [(style, pool)])
+    except ConfigError as error:
         return Finding(part, str(error), "Mend the settings under [judge] and [preference].")
     answer = "Rain taps softly on the window, and the street below turns to silver."
     outcome = asyncio.run(judge.score(FORGED_PROMPT, answer, style, pool))
