@@ -9,6 +9,7 @@ Environment: ONLINE_SAO_HOME (cache and runs), ONLINE_SAO_API_KEY, ONLINE_SAO_AD
 
 from __future__ import annotations
 
+import functools
 import os
 import tomllib
 from pathlib import Path
@@ -26,6 +27,32 @@ from pydantic import (
 from online_sao.errors import ConfigError
 
 EMBEDDED_MODEL = "smollm2-135m-writer"
+
+
+@functools.cache
+def native_dtype() -> Literal["bfloat16", "float32"]:
+    """The arithmetic that this machine is quick at, and the default of both dtypes.
+
+    Read from /proc, as torch is not to be loaded for a setting; where there is none, float32.
+    """
+    if Path("/proc/driver/nvidia/version").exists():
+        return "bfloat16"
+    try:
+        return _cpu_dtype(Path("/proc/cpuinfo").read_text())
+    except OSError:
+        return "float32"
+
+
+def _cpu_dtype(cpuinfo: str) -> Literal["bfloat16", "float32"]:
+    """bfloat16 if torch has quick kernels for it on this CPU (what it asks before it uses them:
+    mkldnn_bf16_device_check); without them it multiplies several times as slowly as in float32."""
+    for line in cpuinfo.splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip() in ("flags", "Features"):  # x86, ARM
+            has = set(flags.split())
+            quick = {"avx512bw", "avx512vl", "avx512dq"} <= has or "bf16" in has
+            return "bfloat16" if quick else "float32"
+    return "float32"
 
 
 def home() -> Path:
@@ -53,7 +80,9 @@ class ModelConfig(_Section):
 
 
 class EngineConfig(_Section):
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = Field(default_factory=native_dtype)
+    """Weights and arithmetic; default: bfloat16 with a GPU and on CPUs with instructions for it
+    (AVX-512; ARM's bf16), else float32, which is quicker there."""
     max_model_len: int = Field(1024, ge=16)
     """Prompt and answer together, in tokens."""
     max_num_seqs: int = Field(32, ge=1)
@@ -156,8 +185,9 @@ class LearnerConfig(_Section):
     grad_clip_quantile: float | None = Field(None, gt=0, le=1)
     """Clip gradient norms at this quantile of those of the last `window` steps (the critic makes K
     of them per update); None: no clip."""
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Arithmetic of forward and backward; masters and optimiser state are float32."""
+    compute_dtype: Literal["bfloat16", "float32"] = Field(default_factory=native_dtype)
+    """Arithmetic of forward and backward, default as for engine.dtype; masters and optimiser
+    state are float32."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of the learner; default: all cores."""
     resources: dict[str, float] = {}

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from online_sao.config import EMBEDDED_MODEL, home
+from online_sao.config import EMBEDDED_MODEL, home, native_dtype
 from online_sao.errors import ModelError
 
 if TYPE_CHECKING:
@@ -276,8 +276,8 @@ def _warm_start(base: Path, target: Path, bar: Progress) -> None:
     task = bar.add_task("Style warm start", total=len(batches), completed=first)
     for step in range(first, len(batches)):
         tokens, labels = _sft_batch(tokenizer, batches[step])
-        # Master weights stay float32; autocast computes in bfloat16.
-        with torch.autocast("cpu", torch.bfloat16):
+        # Master weights stay float32; autocast computes in bfloat16 where that is quick.
+        with torch.autocast("cpu", torch.bfloat16, enabled=native_dtype() == "bfloat16"):
             hidden = model.model(**tokens).last_hidden_state[:, :-1]
             wanted = labels[:, 1:]
             kept = wanted != -100

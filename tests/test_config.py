@@ -11,7 +11,9 @@ from online_sao.config import (
     PRESETS,
     Config,
     LearnerConfig,
+    _cpu_dtype,
     home,
+    native_dtype,
     preset_settings,
 )
 from online_sao.errors import ConfigError
@@ -69,6 +71,39 @@ class TestDefaults:
     def test_settings_cannot_be_changed_afterwards(self):
         with pytest.raises(ValueError, match="frozen"):
             Config.load().learner.policy_lr = 1.0
+
+
+class TestArithmetic:
+    """A CPU without instructions for bfloat16 is an order of magnitude slower in it."""
+
+    @pytest.mark.parametrize(
+        ("cpuinfo", "dtype"),
+        [
+            ("model name\t: x\nflags\t\t: fpu avx512f avx512dq avx512bw avx512vl\n", "bfloat16"),
+            ("flags\t\t: fpu fma avx avx2\n", "float32"),
+            ("flags\t\t: fpu avx512f avx512bw\n", "float32"),  # torch wants dq and vl as well
+            ("Features\t: fp asimd bf16 sve\n", "bfloat16"),
+            ("Features\t: fp asimd\n", "float32"),
+            ("processor\t: 0\n", "float32"),
+            ("", "float32"),
+        ],
+    )
+    def test_of_a_cpu(self, cpuinfo, dtype):
+        assert _cpu_dtype(cpuinfo) == dtype
+
+    def test_it_is_what_torch_says_of_this_one(self):
+        import torch
+
+        quick = torch.ops.mkldnn._is_mkldnn_bf16_supported() or torch.cuda.is_available()
+        assert native_dtype() == ("bfloat16" if quick else "float32")
+
+    def test_it_is_the_default_of_both_and_can_be_chosen(self):
+        config = Config.load()
+        assert {config.engine.dtype, config.learner.compute_dtype} == {native_dtype()}
+        for dtype in ("bfloat16", "float32"):
+            overrides = {"engine.dtype": dtype, "learner.compute_dtype": dtype}
+            config = Config.load(overrides=overrides)
+            assert {config.engine.dtype, config.learner.compute_dtype} == {dtype}
 
 
 class TestPaths:

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from online_sao.config import Config
+from online_sao.config import Config, native_dtype
 from online_sao.errors import ConfigError, ModelError, StoreError
 from online_sao.service.memory_watch import memory_problem
 from online_sao.service.serve import address
@@ -47,6 +47,7 @@ def examine(config: Config, url: str | None = None) -> list[Finding]:
         lambda: check_model(config),
         lambda: check_disk(config),
         check_memory,
+        lambda: check_dtype(config),
         lambda: check_store(config),
         lambda: check_judge(config),
         lambda: check_engine(config, url or address(config.service)),
@@ -131,6 +132,23 @@ def check_memory() -> Finding:
         return Finding("memory", f"{free:.1f} GiB are free")
     what, _, remedy = problem.partition("; ")
     return Finding("memory", f"{what}.", _sentence(remedy))
+
+
+def check_dtype(config: Config) -> Finding:
+    """Whether engine and learner compute in what this machine is quick at."""
+    part = "dtype"
+    chosen = {
+        "engine.dtype": config.engine.dtype,
+        "learner.compute_dtype": config.learner.compute_dtype,
+    }
+    slow = [name for name, dtype in chosen.items() if dtype == "bfloat16"]
+    if slow and native_dtype() == "float32" and config.model.device != "cuda":
+        return Finding(
+            part,
+            "This CPU has no instructions for bfloat16: float32 is several times as quick here.",
+            f"Leave {' and '.join(slow)} out of the settings, or take a CPU with AVX-512 or a GPU.",
+        )
+    return Finding(part, ", ".join(f"{name} {dtype}" for name, dtype in chosen.items()))
 
 
 def _newest_checkpoint_bytes(folder: Path) -> int:

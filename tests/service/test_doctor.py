@@ -136,6 +136,25 @@ class TestDisk:
         assert finding.is_fault
 
 
+ONE_IN_BFLOAT16 = {"engine": {"dtype": "bfloat16"}, "learner": {"compute_dtype": "float32"}}
+
+
+class TestDtype:
+    def test_the_defaults_suit_this_machine(self):
+        assert not doctor.check_dtype(Config()).is_fault
+
+    def test_bfloat16_without_instructions_for_it(self, monkeypatch):
+        monkeypatch.setattr(doctor, "native_dtype", lambda: "float32")
+        finding = doctor.check_dtype(config(**ONE_IN_BFLOAT16))
+        assert "Leave engine.dtype out" in finding.remedy
+        assert not doctor.check_dtype(config(**ONE_IN_BFLOAT16, model={"device": "cuda"})).is_fault
+
+    def test_bfloat16_with_them(self, monkeypatch):
+        monkeypatch.setattr(doctor, "native_dtype", lambda: "bfloat16")
+        finding = doctor.check_dtype(config(**ONE_IN_BFLOAT16))
+        assert finding.what == "engine.dtype bfloat16, learner.compute_dtype float32"
+
+
 class TestJudge:
     def test_the_embedded_one(self):
         assert "a verdict in" in doctor.check_judge(Config()).what
@@ -208,9 +227,9 @@ def test_the_command(tmp_path, tiny_model, capsys):
     assert main([*command, "--url", "http://127.0.0.1:1"]) == 1
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in printed if line[0] != " "] == [
-        *("model", "disk", "memory", "store", "judge", "engine")
+        *("model", "disk", "memory", "dtype", "store", "judge", "engine")
     ]
-    assert [line.split()[0] for line in printed if line[0] != " "] == ["ok"] * 5 + ["FAULT"]
+    assert [line.split()[0] for line in printed if line[0] != " "] == ["ok"] * 6 + ["FAULT"]
 
 
 @contextlib.contextmanager
