@@ -9,10 +9,12 @@ Every contender is a process of its own that keeps its model loaded; they take t
 update each a round, so that what else happens on the machine happens to all of them. Medians
 over rounds; ratios are what counts.
 
-limit  the matrix products of the update alone, at its shapes, in bfloat16, from memory that
-       no cache holds, and the optimiser's pass over its parameters
+All compute in --dtype; default: what this machine is quick at, as for the service.
+
+limit  the matrix products of the update alone, at its shapes, from memory that no cache holds,
+       and the optimiser's pass over its parameters
 ours   `Learner.update` as the service calls it
-plain  the same method with transformers, autograd and AdamW, float32 weights under autocast
+plain  the same method with transformers, autograd and AdamW, float32 weights, autocast to bfloat16
 trl    TRL's GRPOTrainer: loss, backward and optimiser step on the same tokens. It has no critic,
        so it is to be compared with ours for the preset running_mean
 """
@@ -45,7 +47,9 @@ def make_ours(options: argparse.Namespace) -> Step:
     from online_sao.learner.learner import Learner
     from online_sao.types import JudgeState, Rollout, RolloutState, StoredVerdict
 
-    config = Config.load(None, preset=options.preset).learner
+    config = Config.load(
+        None, preset=options.preset, overrides={"learner.compute_dtype": options.dtype}
+    ).learner
     learner = Learner(config, options.model)
     draw = _tokens(options)
     number = 0
@@ -111,7 +115,7 @@ def make_plain(options: argparse.Namespace) -> Step:
             states = critic(input_ids=ids, use_cache=False).last_hidden_state
             return head(states.float())[:, start_of_answer - 1 : -1, 0]
 
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
             advantages = torch.ones_like(behavior)
             if uses_critic:
                 with torch.no_grad():
@@ -130,7 +134,7 @@ def make_plain(options: argparse.Namespace) -> Step:
         optimizer.step()
         optimizer.zero_grad()
         for _ in range(2 if uses_critic else 0):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
                 critic_loss = ((values() - 1.0) ** 2).mean()
             critic_loss.backward()
             critic_optimizer.step()
@@ -154,7 +158,7 @@ def make_trl(options: argparse.Namespace) -> Step:
             per_device_train_batch_size=2,
             num_generations=2,
             beta=0.2,
-            bf16=True,
+            bf16=options.dtype == "bfloat16",
             use_cpu=True,
             gradient_checkpointing=False,
             report_to=[],
@@ -177,7 +181,7 @@ def make_trl(options: argparse.Namespace) -> Step:
         prompt = torch.tensor([p.tolist() for p, _, _ in rows])
         completion = torch.tensor([a.tolist() for _, a, _ in rows])
         ids = torch.cat([prompt, completion], 1)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
             with torch.no_grad():
                 found = trainer._get_per_token_logps_and_entropies(
                     reference, ids, torch.ones_like(ids), options.answer
@@ -220,8 +224,10 @@ def make_limit(options: argparse.Namespace) -> Step:
     mlp = {(2 * inner, hidden): 1, (hidden, inner): 1}
     attention = {(hidden + 2 * kv, hidden): 1, (hidden, hidden): 1}
 
+    dtype = getattr(torch, options.dtype)
+
     def weight(rows: int, columns: int) -> Any:
-        return torch.randn(rows, columns, dtype=torch.bfloat16)
+        return torch.randn(rows, columns, dtype=dtype)
 
     work: list[tuple[Any, Any, Any]] = []  # left, right, out of one product
 
@@ -236,7 +242,7 @@ def make_limit(options: argparse.Namespace) -> Step:
                     "x": (grads, matrix),
                     "w": (grads.T, states),
                 }[kind]
-                out = torch.empty(left.shape[0], right.shape[1], dtype=torch.bfloat16)
+                out = torch.empty(left.shape[0], right.shape[1], dtype=dtype)
                 work.append((left, right, out))
 
     for shape in (*mlp, *attention):
@@ -343,7 +349,7 @@ class Contender:
 
 
 def measure(names: list[str], options: argparse.Namespace, **sizes: Any) -> dict[str, Any]:
-    arguments = ["--model", options.model]
+    arguments = ["--model", options.model, "--dtype", options.dtype]
     for key, value in sizes.items():
         arguments += [f"--{key}", str(value)]
     contenders = [
@@ -382,6 +388,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warm", type=int, default=2, help="first rounds that do not count")
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"])
     parser.add_argument("--quick", action="store_true", help="two sizes only")
     parser.add_argument("--json", type=Path, help="also write the results there")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
@@ -393,8 +400,12 @@ def main() -> None:
     if options.contender:
         child(options)
         return
+    sys.path.insert(0, str(ROOT))
+    from online_sao.config import native_dtype
+
+    options.dtype = options.dtype or native_dtype()
+    print(f"{options.dtype}\n")
     if options.model is None:
-        sys.path.insert(0, str(ROOT))
         from online_sao.config import EMBEDDED_MODEL
         from online_sao.prepare import resolve_model
 
