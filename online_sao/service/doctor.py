@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from online_sao.config import Config, native_dtype
 from online_sao.errors import ConfigError, ModelError, StoreError
-from online_sao.service.memory_watch import memory_problem
+from online_sao.service.memory_watch import available_memory, memory_problem
 from online_sao.service.serve import address
 
 REQUEST_TIMEOUT_S = 60.0
@@ -128,8 +126,8 @@ def check_memory() -> Finding:
     """Whether Ray is about to end processes for want of memory."""
     problem = memory_problem()
     if problem is None:
-        free = psutil.virtual_memory().available / 2**30
-        return Finding("memory", f"{free:.1f} GiB are free")
+        available, total = available_memory()
+        return Finding("memory", f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB are free")
     what, _, remedy = problem.partition("; ")
     return Finding("memory", f"{what}.", _sentence(remedy))
 
