@@ -24,7 +24,8 @@ def run_dir(tmp_path):
 @pytest.fixture
 def kept(run_dir, tiny_model):
     """Versions 1 and 2 of a run are retained; (store, weights by version)."""
-    config = Config.load(overrides={"model.name": str(tiny_model), "service.run_dir": str(run_dir)})
+    settings = {"model.name": str(tiny_model), "service.run_dir": str(run_dir)}
+    config = Config.load(overrides={**settings, "engine.dtype": "bfloat16"})
     run = make_run(config, model_hash(tiny_model))
     learner = make_learner(tiny_model)
     weights = {}
