@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from online_sao.config import Config
+from online_sao.config import EMBEDDED_MODEL, Config
 from online_sao.engine.offline_engine import OfflineEngine
 from online_sao.engine.weight_file import process_folder
 from online_sao.errors import CheckpointError, ScenarioError
@@ -151,12 +151,14 @@ class OfflineRunner:
         self._earlier_s = 0.0
         self._began = time.monotonic()
         model = resolve_model(config.model.name)
-        digest = model_hash(model)
-        self._run = make_run(config, digest)
+        self._start_weights = model_hash(model)
+        self._run = make_run(config, self._start_weights)
         one_seed = config.model_copy(
             update={"learner": config.learner.model_copy(update={"seed": 0})}
         )
-        self._settings_id = make_run(one_seed, digest).id  # the same for every seed
+        # The same for every seed, and on every machine: the warm start rounds as its CPU does.
+        recipe = Path(model).name if config.model.name == EMBEDDED_MODEL else self._start_weights
+        self._settings_id = make_run(one_seed, recipe).id
         self._judge = checked_judge(config, [(p.style, p.pool) for p in scenario.phases])
         # Before anything large is loaded: the folder may hold another run.
         self._journal = self._read_journal()
@@ -482,6 +484,8 @@ class OfflineRunner:
             source="offline",
             run_id=self._run.id,
             settings_id=self._settings_id,
+            start_weights=self._start_weights,
+            dtype=[self._config.engine.dtype, self._config.learner.compute_dtype],
             judge=judge_identity(self._config),
             lag=self._batch - 1,
             method_version=self._method_version,

@@ -31,6 +31,12 @@ from online_sao.scenario import Results, has_window, read_results
 NEVER = math.inf
 MADE_ALIKE = {"method_version": "code", "lag": "lag", "judge": "judge"}
 """What all runs of a comparison must share (of their summaries)."""
+MADE_DIFFERENTLY = {
+    "start_weights": "The runs began from start weights of more than one making: the warm start is "
+    "done on each machine, and rounds as its CPU does.",
+    "dtype": "Not all runs computed in the same dtypes.",
+}
+"""What runs of a comparison need not share, and is said. Older folders do not tell."""
 
 
 def collect(places: Sequence[Path], scenario: str | None = None) -> dict[str, list[Results]]:
@@ -140,6 +146,15 @@ def compare(runs: dict[str, list[Results]]) -> dict[str, Any]:
         "mark": first.summary["mark"],
         "phase_rollouts": [phase.rollouts for phase in first.scenario.phases],
         "presets": presets,
+        "notes": [
+            note
+            for name, note in MADE_DIFFERENTLY.items()
+            if len(
+                {json.dumps(r.summary.get(name)) for group in runs.values() for r in group}
+                - {"null"}
+            )
+            > 1
+        ],
     }
 
 
@@ -269,6 +284,7 @@ def markdown(comparison: dict[str, Any], figures: Sequence[Path]) -> str:
             *("| " + " | ".join(row) + " |" for row in rows),
             "",
         ]
+    lines += [f"{note}\n" for note in comparison["notes"]]
     lines += [f"![{path.stem}]({path.name})\n" for path in figures]
     return "\n".join(lines)
 
@@ -283,6 +299,8 @@ def print_tables(comparison: dict[str, Any], console: Console) -> None:
             last = number + 1 == len(rows) or bool(rows[number + 1][0])
             table.add_row(*row, end_section=last and title == "by phase")
         console.print(table)
+    for note in comparison["notes"]:
+        console.print(note)
 
 
 def parser() -> argparse.ArgumentParser:

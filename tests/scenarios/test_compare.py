@@ -8,7 +8,7 @@ import figures
 import matplotlib.image
 import numpy as np
 import pytest
-from compare import collect, compare, phase_rows, spread, spread_to_mark
+from compare import collect, compare, markdown, phase_rows, spread, spread_to_mark
 
 from online_sao.errors import ScenarioError
 from online_sao.scenario import Scenario, read_results, write_results
@@ -278,6 +278,18 @@ def test_several_answers_to_a_request_share_its_place(tmp_path):
         x for line in figure.axes[0].lines for x in line.get_xdata() if len(line.get_xdata()) > 2
     ]
     assert max(drawn) == 40
+
+
+def test_runs_of_two_machines_are_pooled_and_it_is_said(tmp_path):
+    make_run(tmp_path / "a", "sao", 0, (0, 0), start_weights="x", dtype=["float32", "float32"])
+    make_run(tmp_path / "b", "sao", 1, (0, 0), start_weights="x", dtype=["float32", "float32"])
+    assert compare(collect([tmp_path]))["notes"] == []
+    make_run(tmp_path / "c", "sao", 2, (0, 0), start_weights="y", dtype=["float32", "float32"])
+    comparison = compare(collect([tmp_path]))
+    assert ["more than one making" in note for note in comparison["notes"]] == [True]
+    assert comparison["notes"][0] in markdown(comparison, [])
+    make_run(tmp_path / "d", "spo", 0, (0, 0), start_weights="y", dtype=["bfloat16", "bfloat16"])
+    assert "dtypes" in compare(collect([tmp_path]))["notes"][1]
 
 
 def test_seeds_of_other_settings_are_not_pooled(tmp_path):
