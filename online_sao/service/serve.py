@@ -281,6 +281,8 @@ class Endpoint:
         if not self._is_on_cluster:
             # Logical CPUs: placement only. Real use of the cores is set by thread counts.
             options |= {
+                # Not the one that some other program runs here, or left a note of when it died.
+                "address": "local",
                 "num_cpus": max(4, os.cpu_count() or 1, self._config.engine.num_replicas + 1),
                 "include_dashboard": False,
                 "object_store_memory": 256 * 2**20,
