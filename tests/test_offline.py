@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from online_sao import offline
-from online_sao.config import Config
+from online_sao.config import Config, native_dtype
 from online_sao.errors import ScenarioError
 from online_sao.learner.loop import make_run
 from online_sao.prepare import model_hash
@@ -230,19 +230,23 @@ def test_the_method_is_all_that_its_patterns_name():
 
 @pytest.mark.long
 def test_the_embedded_model_learns_from_its_answers(base_model, scenario, tmp_path):
-    """The real model (before its warm start), bfloat16, as users run it."""
+    """The real model (before its warm start), in the dtype of this machine, as users run it."""
     scenario.write_text(scenario.read_text().replace("max_tokens = 12", "max_tokens = 56"))
     arguments = ["--phase-rollouts", "4", "--heldout-every", "0", "--model", str(base_model)]
-    arguments += ["--set", "learner.value_pretraining_rollouts=4"]
+    arguments += ["--set", "learner.value_pretraining_rollouts=4", "--lag", "1"]
     subprocess.run(command(tmp_path / "out", scenario, *arguments), check=True)
     results = read_results(tmp_path / "out" / "sao-seed0")
     trained = [row for row in results.rows if row["state"] == "trained"]
     assert len(trained) == 8
     assert all(row["quality"] in (0, 1) for row in results.heldout)
+    # Each from the newest weights, so what remains is that engine and learner compute with other
+    # kernels: rounding in bfloat16, next to nothing in float32.
+    gap = 0.2 if native_dtype() == "bfloat16" else 1e-3
     for row in trained:
-        assert row["policy/importance_ratio_mean"] == pytest.approx(1, abs=0.1)
-        assert row["policy/logprob_gap"] < 0.2  # bfloat16 against bfloat16, other kernels
-        assert row["policy/masked_fraction"] < 0.1
+        assert row["policy_lag"] == 0
+        assert row["policy/importance_ratio_mean"] == pytest.approx(1, abs=gap / 2)
+        assert row["policy/logprob_gap"] < gap
+        assert row["policy/masked_fraction"] < gap / 2
 
 
 def _alive_in_group(group: int) -> bool:
