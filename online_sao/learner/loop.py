@@ -141,7 +141,7 @@ class LearnerLoop:
         self._published = 0
         self._unpublished = False
         self._next_publish = -math.inf  # not before this time
-        self._held: list[str] = []  # claimed, and no word to the store yet what became of them
+        self._holds = False  # the store may have rollouts as claimed by us
         self._unrecorded = False  # the weights have moved and the store does not know
         self._checkpointed: int | None = None  # the newest version that is on disk whole
         self._busy = False
@@ -403,22 +403,23 @@ class LearnerLoop:
 
     def _one_round(self) -> bool:
         """At most one update. False when there was nothing to do."""
-        if self._held:  # the store failed in between
-            self._store.release(self._held, self._epoch)
-            self._held = []
+        if self._holds:  # the store failed in between, or some were set aside
+            self._store.release(self._epoch)
+            self._holds = False
         self._carry_out_requests()
         self._take_probes()
         if self._unpublished and self._may_publish():
             self._publish()
         if self._pause_reason is not None:
             return False
+        self._holds = True  # before it answers: it may claim, and the answer be lost
         trajectories = self._claim()
         if not trajectories:
+            self._holds = False
             return False
-        self._held = [rollout.id for trajectory in trajectories for rollout in trajectory]
         if len(trajectories) < self._config.learner.rollouts_per_update:
-            self._store.release(self._held, self._epoch)  # wait until the update is full
-            self._held = []
+            self._store.release(self._epoch)  # wait until the update is full
+            self._holds = False
             return False
         self._busy = True
         try:
@@ -493,7 +494,7 @@ class LearnerLoop:
                 for id in ids
             ],
         )
-        self._held = []
+        self._holds = False
         self._version = version
         self._metrics = result.metrics
         for rollout in rollouts:
@@ -571,7 +572,6 @@ class LearnerLoop:
 
     def _set_aside(self, ids: list[str], reason: str, detail: str) -> None:
         self._store.exclude(ids, reason)
-        self._held = [id for id in self._held if id not in ids]
         self._event("error", {"what": f"Update refused ({reason}): {detail}", "rollouts": ids})
         self._failure = detail
         self._failures += 1

@@ -500,19 +500,15 @@ class RolloutStore:
         query = sa.select(sa.func.count()).select_from(ready)
         return int(self._read(lambda conn: conn.execute(query).scalar_one()))
 
-    def release(self, ids: Sequence[str], epoch: int) -> int:
-        """Give back rollouts claimed under `epoch`, as if they had not been claimed."""
+    def release(self, epoch: int) -> int:
+        """Give back all that is claimed under `epoch`, as if it had not been; returns how many.
+
+        By epoch and not by name: a claim whose answer was lost is known to the store alone.
+        """
         c = rollouts.c
 
         def work(conn: Connection) -> int:
-            return sum(
-                _unclaim(
-                    conn,
-                    (c.id.in_(part), c.claimed_epoch == epoch),
-                    num_claims=c.num_claims - 1,
-                )
-                for part in _chunks(ids)
-            )
+            return _unclaim(conn, (c.claimed_epoch == epoch,), num_claims=c.num_claims - 1)
 
         return self._write(work)
 

@@ -157,9 +157,9 @@ class Lives(RuleBasedStateMachine):
             assert self.store.next_version() == version.version
         self.check("finish" if done else "nothing")
 
-    @rule(ids=name_lists)
-    def release(self, ids: list[str]) -> None:
-        self.store.release(ids, self.epochs[-1])
+    @rule()
+    def release(self) -> None:
+        self.store.release(self.epochs[-1])
         self.check("release")
 
     @rule(recover=st.booleans())

@@ -424,12 +424,13 @@ def test_rollouts_of_another_run_are_not_learned_from(kit, store):
 def test_a_clean_stop_gives_claims_back_uncounted(kit, store):
     epoch = kit.begin()
     kit.rewarded("a", "b")
-    kit.claim(epoch)
-    assert store.release(["a"], epoch) == 1
-    assert store.release(["a"], epoch) == 0
-    assert kit.states() == {"a": "rewarded", "b": "claimed"}
+    kit.claim(epoch, limit=1)
+    assert store.release(epoch + 1) == 0
+    assert kit.states() == {"a": "claimed", "b": "rewarded"}
+    assert store.release(epoch) == 1
+    assert store.release(epoch) == 0
+    assert kit.states() == {"a": "rewarded", "b": "rewarded"}
     assert store.get("a").num_claims == 0
-    assert store.release(["b"], epoch + 1) == 0
 
 
 def test_an_older_learner_is_fenced_off(kit, store):
@@ -751,14 +752,17 @@ def test_a_deleted_answer_is_never_learned_from(kit, store, start):
 
 def test_an_answer_deleted_in_a_learners_hands(kit, store):
     epoch = kit.begin()
-    kit.rewarded("finished", "recovered", "released", "rewound")
+    kit.rewarded("released")
     kit.claim(epoch)
-    for name in ("finished", "recovered", "released", "rewound"):
+    store.delete_text("released")
+    store.release(epoch)
+    kit.rewarded("finished", "recovered", "rewound")
+    kit.claim(epoch)
+    for name in ("finished", "recovered", "rewound"):
         store.delete_text(name)
         assert store.get(name).state == S.CLAIMED
     kit.train(epoch, 1, "finished")
     kit.train(epoch, 2, "rewound")
-    store.release(["released"], epoch)
     epoch = store.new_epoch()
     store.recover(epoch)
     store.rewind(1, "run")
