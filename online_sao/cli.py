@@ -74,6 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--insecure", action="store_true", default=None, help="bind openly without keys"
     )
+    serve.add_argument(
+        "--keep-weights",
+        action="store_true",
+        default=None,
+        help="settings of the learner have changed: go on from what was learned, not from the "
+        "start weights",
+    )
     serve.set_defaults(run=_serve)
 
     train = commands.add_parser(
@@ -196,6 +203,7 @@ def load_config(args: argparse.Namespace, needed: dict[str, Any] | None = None) 
         "service.host": getattr(args, "host", None),
         "service.port": getattr(args, "port", None),
         "service.insecure": getattr(args, "insecure", None),
+        "service.keep_weights": getattr(args, "keep_weights", None),
     }
     overrides = dict(needed or {})
     overrides |= {key: value for key, value in named.items() if value is not None}

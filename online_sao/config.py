@@ -326,6 +326,9 @@ class ServiceConfig(_Section):
     """Allow binding beyond loopback without keys."""
     run_dir: str | None = None
     """Folder of this endpoint's state; default: ONLINE_SAO_HOME/runs/default."""
+    keep_weights: bool = False
+    """Where other settings begin a run of their own: from what the run before learned (its newest
+    checkpoint) instead of the start weights. It must have the same model and parts to train."""
     topics: str | None = "writing"
     """Prompts for value pretraining and probes: a shipped topic set or a TOML file. "none": the
     first live rollouts are taken for value pretraining, and there are no probes."""

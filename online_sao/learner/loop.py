@@ -53,7 +53,8 @@ PUBLISH_RETRY_S = 5.0  # after a failed publish, learning goes on for so long be
 OTHER_RUN = (
     "A new run begins from the start weights: settings of the learner, seed or model differ from "
     "the last start's. What was learned then is not served; with the settings of then it goes on, "
-    "as long as its checkpoints are there (pin one to keep it)."
+    "as long as its checkpoints are there (pin one to keep it), and with --keep-weights the new "
+    "settings go on from it."
 )
 MAX_FAILURES_IN_A_ROW = 5  # then the loop pauses itself instead of eating the queue
 EVENTS_READ = 1000  # of a kind, when a learner looks for what one before it has seen
@@ -162,26 +163,32 @@ class LearnerLoop:
         """Take over from any earlier learner and resume; returns "start" or "resume".
 
         Damaged checkpoints are passed over, and said so in an event. Raises StoreError, and
-        CheckpointError where the store does not know what was learned.
+        CheckpointError where the store does not know what was learned, or it is to be kept and
+        cannot be.
         """
+        parent: int | None = None
         self._refuse_unknown_checkpoints()
         self._epoch = self._store.new_epoch()
         self._store.recover(self._epoch)
         known = self._store.versions(limit=1, run_id=self._run.id)
+        newest = self._store.latest_version()
+        if not known and newest is not None and self._config.service.keep_weights:
+            parent = self._take_over(newest)  # first: if it fails, nothing has begun
         self._store.start_run(self._run)
         # A crash between deleting a checkpoint and saying so.
         held = {version for version, _ in list_checkpoints(self._checkpoints)}
         self._forget([v.version for v in self._store.retained_versions() if v.version not in held])
-        kind = "start"
-        parent: int | None = None
+        kind = "start" if parent is None else "resume"
         if known:
             kind = "resume"
-            parent = self._resume()
+            parent = self._resume(self._run.id)
             lost = self._store.rewind(-1 if parent is None else parent, self._run.id)
             self._event("resume", {"from_version": parent, "rollouts_returned": lost})
             self._pause_reason = self._pause_in_force()
             self._remember_guards()
-        elif self._store.versions(limit=1):
+        elif parent is not None:
+            self._event("resume", {"from_version": parent})
+        elif newest is not None:
             self._event("error", {"what": OTHER_RUN})
         if not known and self._pause_in_force():
             # It was of a run with other settings, and must not come back over this one.
@@ -222,10 +229,27 @@ class LearnerLoop:
                     "begin anew."
                 )
 
-    def _resume(self) -> int | None:
-        """Load the newest whole checkpoint of the line of weights that this run was on; its
+    def _take_over(self, newest: WeightVersion) -> int | None:
+        """Load what another run learned last (`service.keep_weights`); its version, or None
+        where it learned nothing. Raises CheckpointError."""
+        run = next(run for run in self._store.runs() if run.id == newest.run_id)
+        if run.model_hash != self._run.model_hash:
+            raise CheckpointError(
+                f"The weights of the run {run.id} cannot be kept: it learned on another model. "
+                "Start without --keep-weights."
+            )
+        version = self._resume(run.id)
+        if version is None and newest.kind != "start":
+            raise CheckpointError(
+                f"The run {run.id} has no checkpoint that these settings can go on from: start "
+                "without --keep-weights, or with the preset of then."
+            )
+        return version
+
+    def _resume(self, run_id: str) -> int | None:
+        """Load the newest whole checkpoint of the line of weights that a run was on; its
         version, or None for the start weights."""
-        line = self._line()
+        line = self._line(run_id)
         ancestor = next(line, None)
         for version, path in list_checkpoints(self._checkpoints):
             while ancestor is not None and ancestor > version:
@@ -239,9 +263,9 @@ class LearnerLoop:
                 self._event("error", {"what": f"Checkpoint of version {version}: {error}"})
         return None
 
-    def _line(self) -> Iterator[int]:
-        """Versions from this run's newest back along its parents."""
-        newest = self._store.versions(limit=1, run_id=self._run.id)
+    def _line(self, run_id: str) -> Iterator[int]:
+        """Versions from a run's newest back along its parents."""
+        newest = self._store.versions(limit=1, run_id=run_id)
         version = newest[0].version if newest else None
         while version is not None:
             yield version
@@ -646,7 +670,7 @@ class LearnerLoop:
         preference in force, which somebody chose."""
         preference = self._store.preference()
         chosen_at = preference.weight_version if preference else None
-        line = set(self._line())
+        line = set(self._line(self._run.id))
         for version, _ in list_checkpoints(self._checkpoints):
             if version <= firing.good_version and version in line:
                 return version if chosen_at is None or version >= chosen_at else None
@@ -748,7 +772,8 @@ class LearnerLoop:
                 f"Version {version} has no retained checkpoint; retained: "
                 f"{', '.join(map(str, retained)) or 'none'}."
             )
-        if read_state(path)["run_id"] != self._run.id:
+        is_ours = read_state(path)["run_id"] == self._run.id
+        if not (is_ours or version in self._line(self._run.id)):  # see _take_over
             raise NotFoundError(f"Version {version} belongs to another run.")
         load_checkpoint(path, self._learner)
 

@@ -2,13 +2,15 @@
 what it is given. A crash is an exception that nothing catches."""
 
 import math
+import shutil
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,6 +68,7 @@ class Bench:
     changes: dict[str, Any] = field(default_factory=dict)
     store_type: type[RolloutStore] = RolloutStore
     opened: list[RolloutStore] = field(default_factory=list)
+    keep_weights: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -81,7 +84,7 @@ class Bench:
             {
                 "model": {"name": str(self.model)},
                 "learner": preset_settings(learner.get("preset", "sao")) | learner,
-                "service": {"run_dir": str(self.folder)},
+                "service": {"run_dir": str(self.folder), "keep_weights": self.keep_weights},
                 "engine": {"dtype": "float32"},
             }
         )
@@ -438,6 +441,80 @@ class TestControl:
         assert its_restart.start() == "resume"
         assert not its_restart.status().paused
 
+    def test_other_settings_begin_anew(self, bench):
+        first = bench.loop()
+        first.start()
+        bench.learn(first, "a", "b")
+        second = bench.loop(policy_lr=7e-4)
+        start = everything(second.learner)
+        assert second.start() == "start"
+        assert second.serves_start_weights
+        assert changed(start, everything(second.learner)) == set()
+        assert "--keep-weights" in bench.errors()[-1]
+
+    def test_other_settings_go_on_from_what_was_learned(self, bench):
+        first = bench.loop()
+        first.start()
+        first.pause("for a test")
+        first.resume()
+        bench.learn(first, "a", "b")  # versions 1 and 2
+        bench.keep_weights = True
+        publisher = Publisher()
+        second = bench.loop(publisher, policy_lr=7e-4)
+        assert second.start() == "resume"
+        assert changed(everything(first.learner), everything(second.learner)) == set()
+        assert not (second.serves_start_weights or second.needs_pretraining())
+        assert (second.version, bench.store.get_version(3).parent) == (3, 2)
+        assert bench.errors() == []
+        bench.learn(second, "c", version=3)
+        assert publisher.published[-1] == 4
+        assert bench.store.get("c").trained_version == 4
+        # ... and from there, with or without the option, as any run does.
+        bench.keep_weights = False
+        third = bench.loop(policy_lr=7e-4)
+        assert third.start() == "resume"
+        assert changed(everything(second.learner), everything(third.learner)) == set()
+        # The version that was taken over is on its line.
+        with running(third):
+            assert third.request_rollback(2).result(WAIT_S) == 6
+        assert changed(everything(first.learner), everything(third.learner)) == set()
+
+    def test_a_crash_before_the_first_version_of_its_own_keeps_the_weights_too(
+        self, bench, monkeypatch
+    ):
+        first = bench.loop()
+        first.start()
+        bench.learn(first, "a")
+        bench.keep_weights = True
+        second = bench.loop(policy_lr=7e-4)
+        with monkeypatch.context() as crash:
+            crash.setattr(second._store, "add_version", Mock(side_effect=Crash))
+            with pytest.raises(Crash):
+                second.start()
+        third = bench.loop(policy_lr=7e-4)
+        assert third.start() == "resume"
+        assert changed(everything(first.learner), everything(third.learner)) == set()
+
+    def test_what_was_learned_and_cannot_be_kept_is_no_new_beginning(self, bench):
+        bench.keep_weights = True
+        first = bench.loop()
+        assert first.start() == "start"  # there is nothing to keep
+        unlearned = bench.loop(policy_lr=7e-4)
+        assert unlearned.start() == "start"  # nor was anything learned
+        bench.learn(unlearned, "a", version=1)
+        known = len(bench.store.versions())
+        other = bench.loop(preset="running_mean")  # has no critic
+        with pytest.raises(CheckpointError, match="without --keep-weights"):
+            other.start()
+        other = bench.loop(policy_lr=6e-4)
+        other._run = replace(other._run, model_hash="another")
+        with pytest.raises(CheckpointError, match="another model"):
+            other.start()
+        shutil.rmtree(bench.checkpoints)
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            bench.loop(policy_lr=6e-4).start()
+        assert len(bench.store.versions()) == known
+
     def test_stop_finishes_the_update_and_keeps_it(self, bench):
         loop = bench.loop()
         loop.start()
@@ -521,8 +598,8 @@ class TestPublishing:
             time.sleep(0.1)
             assert publisher.published == [1]
             clock.now += 1
-            until(lambda: publisher.published == [1, 3])  # though nothing new has come
-            assert loop.status().published_version == 3
+            until(lambda: loop.status().published_version == 3)  # though nothing new has come
+            assert publisher.published == [1, 3]
             bench.add("d")
             bench.drained()
             time.sleep(0.1)
