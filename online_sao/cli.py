@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from online_sao.config import EMBEDDED_MODEL, PRESETS, Config
+from online_sao.config import EMBEDDED_MODEL, PRESETS, Config, settings_text
 from online_sao.errors import OnlineSAOError
 
 EXIT_ERROR = 2
@@ -120,6 +120,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--out", default="runs/offline", metavar="DIR")
     train.set_defaults(run=_train)
+
+    settings = commands.add_parser(
+        "settings",
+        help="print every setting with its meaning, as a config file",
+        description="Print all settings as they are with the options given, each under what it "
+        "means. `online-sao settings > my.toml` is a start for `online-sao serve --config my.toml`;"
+        " what you leave out of the file keeps its default.",
+    )
+    _config_options(settings)
+    settings.set_defaults(run=_settings)
 
     doctor = commands.add_parser(
         "doctor",
@@ -302,6 +312,10 @@ def _train(args: argparse.Namespace) -> None:
             folder = Path(args.out) / f"{learner.preset}-seed{learner.seed}"
             runs.append(PlannedRun(config, scenario.replace(seed=learner.seed), folder, args.lag))
     sweep(runs, args.jobs, _say)
+
+
+def _settings(args: argparse.Namespace) -> None:
+    print(settings_text(load_config(args)), end="")
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -1,26 +1,27 @@
-"""All settings, and the only place that reads TOML files and the environment.
+"""All settings and presets.
 
 A config file is TOML with one table per class below (`[model]`, `[engine]`, `[learner]`,
 `[judge]`, `[preference]`, `[guards]`, `[store]`, `[service]`). Unknown keys are errors. Precedence:
-keyword overrides, then environment, then file, then preset, then the defaults written here.
-
-Environment: ONLINE_SAO_HOME (cache and runs), ONLINE_SAO_API_KEY, ONLINE_SAO_ADMIN_KEY.
+overrides (options and `--set`), then the file, then the preset, then the defaults written here.
+`online-sao settings` prints them all, as such a file. The variables of the environment, none of
+which is a setting, are listed in docs/operations.md.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import json
 import os
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
@@ -68,6 +69,22 @@ class _Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_in_words(cls, data: Any) -> Any:
+        """ "none" where a setting may be None: TOML has no null."""
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        return {
+            name: None
+            if value in ("none", "None", "")
+            and name in fields
+            and type(None) in get_args(fields[name].annotation)
+            else value
+            for name, value in data.items()
+        }
 
 
 class ModelConfig(_Section):
@@ -139,7 +156,9 @@ class LearnerConfig(_Section):
     spo_kl_half_life: float = Field(0.06, gt=0)
     """KL (nats per token) at which SPO's tracker halves its memory."""
     spo_rho_min: float = Field(0.875, gt=0, lt=1)
+    """Least share of what it knows that SPO's tracker keeps per rollout."""
     spo_rho_max: float = Field(0.96, gt=0, lt=1)
+    """Greatest share of that."""
     # objective
     objective: Literal["dis", "ppo_clip", "tis", "icepop", "none"] = "dis"
     """How the importance ratio enters the policy loss."""
@@ -150,8 +169,9 @@ class LearnerConfig(_Section):
     tis_cap: float = Field(2.0, gt=0)
     """tis: the ratio is truncated from above here."""
     icepop_low: float = Field(0.5, ge=0)
+    """icepop: tokens with a ratio below are masked."""
     icepop_high: float = Field(5.0, gt=0)
-    """icepop: closed bounds of the ratio."""
+    """icepop: tokens with a ratio above are masked."""
     kl_coef: float = Field(0.05, ge=0)
     """Weight of the anchor to the start policy per action token. Ours, not the paper's."""
     kl_direction: Literal["forward", "reverse"] = "forward"
@@ -174,14 +194,20 @@ class LearnerConfig(_Section):
     value_pretraining_rollouts: int = Field(32, ge=0)
     """Judged rollouts of the start policy that the critic is fitted to before serving."""
     value_pretraining_epochs: int = Field(2, ge=1)
+    """Times that each of them is seen."""
     # optimisation
     rollouts_per_update: int = Field(1, ge=1)
+    """Rollouts of which one update is made; SAO: 1."""
     policy_lr: float = Field(5e-5, ge=0)
+    """Learning rate of the policy (AdamW)."""
     critic_lr: float = Field(3e-5, ge=0)
+    """Learning rate of the critic (AdamW)."""
     critic_warmup_updates: int = Field(10, ge=0)
     """Updates over which the critic's learning rate rises linearly after pretraining."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averaging of gradients and of their squares, policy and critic."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decay toward zero (toward the start weights: start_decay)."""
     grad_clip_quantile: float | None = Field(None, gt=0, le=1)
     """Clip gradient norms at this quantile of those of the last `window` steps (the critic makes K
     of them per update); None: no clip."""
@@ -195,6 +221,7 @@ class LearnerConfig(_Section):
     gpu_share: float = Field(0.5, gt=0)
     """Ray GPUs of the learner (CUDA only)."""
     seed: int = 0
+    """Of everything random in learning; part of what makes a run."""
     # the loop
     credit: Literal["turn", "session"] = "turn"
     """What the turns of a session earn: each its own reward, learned from as it comes; or one
@@ -256,10 +283,15 @@ class JudgeConfig(_Section):
     preferences: str = "archetypes"
     """A shipped set of styles by name, or a TOML file."""
     api_base: str | None = None
+    """Address of a server of your own, for litellm's names (`openai/NAME`)."""
     timeout_s: float = Field(60.0, gt=0)
+    """For one verdict (each of the votes), all retries included."""
     max_tokens: int = Field(1024, ge=16)
+    """Length of a reply, reasoning included; one that was cut is asked for again at twice that."""
     max_retries: int = Field(3, ge=0)
+    """Further calls after one that failed in a way that may pass."""
     concurrency: int = Field(4, ge=1)
+    """Answers that are judged at the same time."""
     votes: int = Field(1, ge=1)
     """Samples per verdict, decided by majority."""
     flip_probability: float = Field(0.0, ge=0, le=0.5)
@@ -275,7 +307,7 @@ class PreferenceConfig(_Section):
 
 class GuardConfig(_Section):
     """Guard rails (online_sao/learner/guards.py, docs/operations.md): bounds on means over the
-    last `window` trained rollouts. None switches a single guard off."""
+    last `window` trained rollouts. "none" for its bound switches a single guard off."""
 
     action: Literal["off", "warn", "pause", "rollback"] = "pause"
     """What a guard does when it fires; `warn` only records it."""
@@ -290,8 +322,9 @@ class GuardConfig(_Section):
     answer_tokens_min: float | None = Field(2.0, ge=0)
     """Action tokens of the answers that ended by themselves, where half of the window did."""
     distinct_answers_min: float | None = Field(0.2, ge=0, le=1)
-    """Distinct answers per distinct prompt, of answers with `distinct_min_tokens` or more."""
+    """Distinct answers per distinct prompt."""
     distinct_min_tokens: int = Field(8, ge=1)
+    """Shorter answers are not counted by distinct_answers_min."""
     repetition_max: float | None = Field(0.3, ge=0, le=1)
     """Share of an answer's token trigrams that it has had before."""
     masked_fraction_max: float | None = Field(0.25, ge=0, le=1)
@@ -321,7 +354,9 @@ class StoreConfig(_Section):
 
 class ServiceConfig(_Section):
     host: str = "127.0.0.1"
+    """Address to listen at; beyond loopback only with ONLINE_SAO_API_KEY or `insecure`."""
     port: int = Field(8000, ge=0, le=65535)
+    """Port to listen at; 0: any that is free."""
     insecure: bool = False
     """Allow binding beyond loopback without keys."""
     run_dir: str | None = None
@@ -337,10 +372,14 @@ class ServiceConfig(_Section):
     max_ongoing_requests: int = Field(1024, ge=1)
     """Requests in a replica beyond which the answer is 429."""
     max_body_bytes: int = Field(1 << 20, ge=1024)
+    """A larger request is answered 413."""
     max_choices: int = Field(64, ge=1)
     """Answers that one request may ask for (`n` times its prompts); beyond it the answer is 400."""
     min_trainable_temperature: float = Field(0.3, gt=0)
+    """Answers sampled below this temperature are excluded from training."""
     reward_source: Literal["judge", "feedback", "feedback_then_judge"] = "judge"
+    """Who rewards answers: the judge (feedback counts if it comes before the answer is learned
+    from), users alone, or the judge where no user has within feedback_wait_s."""
     feedback_wait_s: float = Field(30.0, ge=0)
     """feedback_then_judge: how long an answer waits for feedback before it is judged."""
     cors_origins: tuple[str, ...] = ()
@@ -357,12 +396,6 @@ class ServiceConfig(_Section):
     """A log file that grows beyond this is renamed; three old ones are kept."""
     body_timeout_s: float = Field(30.0, gt=0)
     """A request whose body has not arrived by then is answered 408."""
-
-    @field_validator("topics")
-    @classmethod
-    def _none_in_words(cls, value: str | None) -> str | None:
-        """TOML has no null."""
-        return None if value in ("none", "None", "") else value
 
 
 class Config(_Section):
@@ -463,6 +496,29 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Every row of the paper's tables as a few settings on top of SAO's (docs/algorithm.md)."""
 
 OFFLINE_ONLY_ADVANTAGES = ("group",)
+
+
+def settings_text(config: Config) -> str:
+    """`config` as a config file, each setting under what it means; `Config.load` reads it back."""
+    lines = []
+    for section in type(config).model_fields:
+        lines += [f"[{section}]", ""]
+        table = getattr(config, section)
+        for name, field in type(table).model_fields.items():
+            lines += [f"# {line}" for line in inspect.cleandoc(field.description or "").split("\n")]
+            lines += [f"{name} = {_toml(getattr(table, name))}", ""]
+    return "\n".join(lines).strip() + "\n"
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False)  # strings, numbers, booleans: written alike
 
 
 def preset_settings(name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from online_sao.cli import main
+from online_sao.config import Config
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -99,3 +100,13 @@ def test_help_teaches(command, capsys):
         code = ended.code
     assert code == 0
     assert len(capsys.readouterr().out) > 200
+
+
+def test_settings_are_printed_as_a_config_file(tmp_path):
+    done = run("settings", "--preset", "vapo", "--set", "service.port=8123")
+    file = tmp_path / "my.toml"
+    file.write_text(done.stdout)
+    config = Config.load(file)
+    assert (config.learner.preset, config.learner.objective) == ("vapo", "ppo_clip")
+    assert config.service.port == 8123
+    assert "learner.nonsense" in complaint(run("settings", "--set", "learner.nonsense=1"))

@@ -15,6 +15,7 @@ from online_sao.config import (
     home,
     native_dtype,
     preset_settings,
+    settings_text,
 )
 from online_sao.errors import ConfigError
 
@@ -390,6 +391,29 @@ def test_a_preset_among_the_overrides_is_the_preset():
         Config.load(overrides={"learner.preset": "nonsense"})
 
 
-def test_no_topics_in_words():
+def test_none_in_words():
     assert Config.load(overrides={"service.topics": "none"}).service.topics is None
     assert Config.load().service.topics == "writing"
+    assert Config.load(overrides={"guards.entropy_min": "none"}).guards.entropy_min is None
+    assert "learner.seed" in refused(overrides={"learner.seed": "none"})  # must be a number
+    assert Config.load(overrides={"model.name": "none"}).model.name == "none"
+
+
+class TestSettingsText:
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            {},
+            {"service.topics": "none", "guards.entropy_min": "none", "learner.threads": 3},
+            {"engine.resources": {"rack a": 1.5}, "service.cors_origins": ["http://a", 'b"\\']},
+            {"learner.preset": "spo", "service.insecure": True, "service.run_dir": "/tmp/ä 🐈"},
+        ],
+    )
+    def test_it_is_read_back_as_what_was_written(self, write, overrides):
+        config = Config.load(overrides=overrides)
+        assert Config.load(write(settings_text(config))) == config
+
+    def test_every_setting_is_explained(self):
+        for section in Config.model_fields:
+            for name, field in type(getattr(Config(), section)).model_fields.items():
+                assert len(field.description or "") > 15, f"{section}.{name}"

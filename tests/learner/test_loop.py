@@ -463,7 +463,8 @@ class TestControl:
         second = bench.loop(publisher, policy_lr=7e-4)
         assert second.start() == "resume"
         assert changed(everything(first.learner), everything(second.learner)) == set()
-        assert not (second.serves_start_weights or second.needs_pretraining())
+        assert not second.serves_start_weights
+        assert not second.needs_pretraining()
         assert (second.version, bench.store.get_version(3).parent) == (3, 2)
         assert bench.errors() == []
         bench.learn(second, "c", version=3)
