@@ -170,6 +170,23 @@ class WeightVersion:
     published_at: datetime | None = None
     checkpoint: str | None = None  # folder of a retained checkpoint of this version
     pinned: bool = False
+    abandoned: bool = False  # on a line of weights that a rollback left
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Version numbers below `until` that were skipped when it was made, by a resume or rollback.
+
+    They are no updates: `until` has the weights of `until - count`, and what a crash took is
+    learned again under numbers that are higher by `count`.
+    """
+
+    until: int
+    count: int
+
+    def lag(self, made_by: int, version: int) -> int:
+        """Updates between the weights `made_by`, which made a rollout, and `version`."""
+        return max(0, version - made_by - (self.count if made_by < self.until else 0))
 
 
 @dataclass(frozen=True)

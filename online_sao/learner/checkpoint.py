@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +132,17 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def prune_checkpoints(folder: Path, keep: int, pinned: set[int]) -> list[int]:
-    """Remove all but the newest `keep` and the `pinned`; return the versions removed."""
+def prune_checkpoints(
+    folder: Path, keep: int, pinned: Collection[int], left: Collection[int] = ()
+) -> list[int]:
+    """Remove all but the newest `keep` and the `pinned`; return the versions removed.
+
+    Of those that a rollback `left` the newest `keep` stay too: they must not take the places
+    of what it went back to.
+    """
     removed = []
-    for version, path in list_checkpoints(folder)[keep:]:
+    ours, others = _on_the_line(folder, left)
+    for version, path in [*ours[keep:], *others[keep:]]:
         if version not in pinned:
             shutil.rmtree(path, ignore_errors=True)
             removed.append(version)
@@ -143,11 +151,15 @@ def prune_checkpoints(folder: Path, keep: int, pinned: set[int]) -> list[int]:
     return removed
 
 
-def make_room(folder: Path, needed_bytes: int, pinned: set[int]) -> list[int]:
-    """Remove old checkpoints while less than `needed_bytes` are free, never the newest or a
-    `pinned` one; return the versions removed."""
+def make_room(
+    folder: Path, needed_bytes: int, pinned: Collection[int], left: Collection[int] = ()
+) -> list[int]:
+    """Remove old checkpoints while less than `needed_bytes` are free, first those that a
+    rollback `left`, never the newest of the others or a `pinned` one; return the versions
+    removed."""
     removed: list[int] = []
-    for version, path in reversed(list_checkpoints(folder)[1:]):
+    ours, others = _on_the_line(folder, left)
+    for version, path in [*reversed(others), *reversed(ours[1:])]:
         if shutil.disk_usage(folder).free >= needed_bytes * FREE_SPACE_FACTOR:
             break
         if version in pinned:
@@ -155,6 +167,14 @@ def make_room(folder: Path, needed_bytes: int, pinned: set[int]) -> list[int]:
         shutil.rmtree(path, ignore_errors=True)
         removed.append(version)
     return removed
+
+
+def _on_the_line(
+    folder: Path, left: Collection[int]
+) -> tuple[list[tuple[int, Path]], list[tuple[int, Path]]]:
+    """Checkpoints that no rollback has left, and the others."""
+    held = list_checkpoints(folder)
+    return [one for one in held if one[0] not in left], [one for one in held if one[0] in left]
 
 
 def _parts(learner: Learner) -> dict[str, TrainedParameters]:

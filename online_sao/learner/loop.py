@@ -7,12 +7,14 @@ never wait for an update (a rollback is carried out between two updates).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -43,7 +45,7 @@ from online_sao.learner.guards import Firing, GuardRails, ProbeResult, make_samp
 from online_sao.learner.learner import Learner, Metrics
 from online_sao.store import RolloutStore
 from online_sao.store.store import TrainedArrays
-from online_sao.types import Rollout, RolloutState, Run, WeightVersion
+from online_sao.types import Rollout, RolloutState, Run, Skipped, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -137,11 +139,15 @@ class LearnerLoop:
         self._requests: list[tuple[Callable[[], int], Future[int]]] = []
         self._ended = False
         self._lock = threading.Lock()
+        self._event_lock = threading.Lock()
         self._epoch = 0
         self._version = 0
         self._published = 0
         self._unpublished = False
         self._next_publish = -math.inf  # not before this time
+        self._publish_failure: str | None = None  # of the last publish
+        self._skipped = Skipped(0, 0)
+        self._lost: deque[list[str]] = deque()  # rollouts of updates that a crash took, in order
         self._holds = False  # the store may have rollouts as claimed by us
         self._unrecorded = False  # the weights have moved and the store does not know
         self._checkpointed: int | None = None  # the newest version that is on disk whole
@@ -155,7 +161,8 @@ class LearnerLoop:
         self._guards_status = self._guards.status()
         self._probes: list[ProbeResult] = []  # rounds that the guards have not seen yet
         self._last_firing: dict[str, Any] | None = None
-        self._kept: int | None = None  # checkpoint pinned by a guard, until learning resumes
+        self._kept: int | None = None  # checkpoint that a guard keeps until learning resumes
+        self._unsaved: deque[tuple[str, dict[str, Any], int]] = deque()  # events, oldest first
 
     # --- start
 
@@ -182,8 +189,9 @@ class LearnerLoop:
         if known:
             kind = "resume"
             parent = self._resume(self._run.id)
-            lost = self._store.rewind(-1 if parent is None else parent, self._run.id)
-            self._event("resume", {"from_version": parent, "rollouts_returned": lost})
+            self._lost.extend(self._store.rewind(-1 if parent is None else parent, self._run.id))
+            num_lost = sum(map(len, self._lost))
+            self._event("resume", {"from_version": parent, "rollouts_returned": num_lost})
             self._pause_reason = self._pause_in_force()
             self._remember_guards()
         elif parent is not None:
@@ -194,9 +202,14 @@ class LearnerLoop:
             # It was of a run with other settings, and must not come back over this one.
             self._event("resume_learning", {"reason": "a run with other settings begins"})
         self._version = self._store.next_version()
+        if kind == "resume":
+            began_from = self._first_version() if parent is None else parent
+            self._skipped = Skipped(self._version, self._version - began_from)
         self._store.add_version(
             WeightVersion(self._version, parent=parent, run_id=self._run.id, kind=kind)
         )
+        if parent is not None:
+            self._checkpointed = self._version  # its parent's: the weights are the same
         # Engines start with the start weights; but one that outlived the learner before us has
         # later ones, so after a crash even the start weights are brought to it.
         self._unpublished = kind == "resume"
@@ -239,7 +252,8 @@ class LearnerLoop:
                 "Start without --keep-weights."
             )
         version = self._resume(run.id)
-        if version is None and newest.kind != "start":
+        learned = any(self._store.get_version(v).kind == "update" for v in self._line(run.id))
+        if version is None and learned:
             raise CheckpointError(
                 f"The run {run.id} has no checkpoint that these settings can go on from: start "
                 "without --keep-weights, or with the preset of then."
@@ -262,6 +276,13 @@ class LearnerLoop:
                 log.warning("checkpoint passed over: %s", error)
                 self._event("error", {"what": f"Checkpoint of version {version}: {error}"})
         return None
+
+    def _first_version(self) -> int:
+        """Where this run began."""
+        first = 0
+        for first in self._line(self._run.id):  # noqa: B007
+            pass
+        return first
 
     def _line(self, run_id: str) -> Iterator[int]:
         """Versions from a run's newest back along its parents."""
@@ -291,7 +312,8 @@ class LearnerLoop:
         fired = self._store.events("guard", limit=1)
         if fired:
             self._last_firing = fired[0].data
-            if self._pause_reason is not None:
+            resumed = self._store.events("resume_learning", limit=1)
+            if not resumed or resumed[0].id < fired[0].id:
                 self._kept = fired[0].data["kept_version"]
 
     def needs_pretraining(self) -> bool:
@@ -334,10 +356,8 @@ class LearnerLoop:
     def resume(self) -> None:
         self._pause_reason = None
         self._failures = 0
+        self._kept = None
         self._event("resume_learning", {})
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            self._pin(kept, False)
         self._wake.set()
 
     def stop(self) -> None:
@@ -418,6 +438,8 @@ class LearnerLoop:
                     self._failure = store_failure = str(error)
                     log.warning("the store refused: %s", error)
                     self._stop.wait(STORE_RETRY_S)
+            with contextlib.suppress(StoreError):
+                self._save_events()
             is_kept = self._checkpointed == self._version
             if self._learner.num_updates > 0 and not self._unrecorded and not is_kept:
                 self._checkpoint()
@@ -427,6 +449,7 @@ class LearnerLoop:
 
     def _one_round(self) -> bool:
         """At most one update. False when there was nothing to do."""
+        self._save_events()
         if self._holds:  # the store failed in between, or some were set aside
             self._store.release(self._epoch)
             self._holds = False
@@ -437,11 +460,11 @@ class LearnerLoop:
         if self._pause_reason is not None:
             return False
         self._holds = True  # before it answers: it may claim, and the answer be lost
-        trajectories = self._claim()
+        trajectories, is_full = self._claim()
         if not trajectories:
             self._holds = False
             return False
-        if len(trajectories) < self._config.learner.rollouts_per_update:
+        if not is_full:
             self._store.release(self._epoch)  # wait until the update is full
             self._holds = False
             return False
@@ -452,9 +475,10 @@ class LearnerLoop:
             self._busy = False
         return True
 
-    def _claim(self) -> list[list[Rollout]]:
-        """Trajectories for one update: whole sessions, or single turns whose prompts hold the
-        turns before as text that is seen and not learned from."""
+    def _claim(self) -> tuple[list[list[Rollout]], bool]:
+        """Trajectories for one update, and whether they are as many as it takes: whole sessions,
+        or single turns whose prompts hold the turns before as text that is seen and not learned
+        from."""
         config = self._config.learner
         wanted: dict[str, Any] = {
             "epoch": self._epoch,
@@ -462,14 +486,23 @@ class LearnerLoop:
             "order": config.order,
             "current_version": self._version,
             "max_policy_lag": config.max_policy_lag,
+            "skipped": self._skipped,
             "max_claims": config.max_claims,
             "run_id": self._run.id,
         }
+        while self._lost:  # first, as they were learned: then nothing is lost but time
+            found = self._store.claim(**(wanted | {"order": "oldest"}), ids=self._lost[0])
+            self._lost.popleft()
+            if found:
+                whole = config.credit == "session"
+                return (_trajectories(found) if whole else [[r] for r in found]), True
         if config.credit == "session":
-            return self._store.claim_trajectories(
+            trajectories = self._store.claim_trajectories(
                 **wanted, reward_wait_s=config.session_reward_wait_s
             )
-        return [[rollout] for rollout in self._store.claim(**wanted)]
+        else:
+            trajectories = [[rollout] for rollout in self._store.claim(**wanted)]
+        return trajectories, len(trajectories) >= config.rollouts_per_update
 
     def _num_waiting(self) -> int:
         """Trajectories that could be claimed now."""
@@ -485,7 +518,7 @@ class LearnerLoop:
         if broken:  # the others have done nothing wrong: the next round takes them again
             self._set_aside(broken, "non_finite", "behavior log-probs are not finite")
             return
-        lag = self._version - min(rollout.weight_version_start for rollout in rollouts)
+        lag = max(self._skipped.lag(r.weight_version_start, self._version) for r in rollouts)
         try:
             result = self._learner.update(trajectories, policy_lag=lag)
         except LearnerError as error:
@@ -574,6 +607,7 @@ class LearnerLoop:
         Raises StoreError if stopped meanwhile, and then no checkpoint is written either.
         """
         self._unrecorded = True
+        failure: str | None = None
         while True:
             try:
                 write()
@@ -581,11 +615,17 @@ class LearnerLoop:
             except FencedError:
                 raise
             except StoreError as error:
-                self._failure = str(error)
+                self._failure = failure = str(error)
                 log.warning("the store refused: %s", error)
                 if self._stop.wait(STORE_RETRY_S):
                     raise
         self._unrecorded = False
+        self._is_over(failure)
+
+    def _is_over(self, failure: str | None) -> None:
+        """Take back a failure that was shown, unless another has come since."""
+        if failure is not None and self._failure == failure:
+            self._failure = None
 
     def _is_known(self, version: int) -> bool:
         try:
@@ -635,7 +675,7 @@ class LearnerLoop:
                 rolled_back = self._rolled_back(target)
             action = "rollback" if rolled_back else "pause"
         if action == "pause" and target is not None and self._pause_reason is None:
-            self._kept = target if self._pin(target, True) else None
+            self._kept = target
         self._last_firing = {
             "guard": firing.guard.name,
             "value": firing.value,
@@ -676,17 +716,6 @@ class LearnerLoop:
                 return version if chosen_at is None or version >= chosen_at else None
         return None
 
-    def _pin(self, version: int, pinned: bool) -> bool:
-        """True if this changed the pin; an operator's own pin is left alone."""
-        try:
-            if pinned and self._store.get_version(version).pinned:
-                return False
-            self._store.pin(version, pinned)
-        except StoreError as error:
-            log.warning("version %s was not pinned: %s", version, error)
-            return False
-        return True
-
     def _may_publish(self) -> bool:
         if time.monotonic() < self._next_publish:
             return False
@@ -702,10 +731,12 @@ class LearnerLoop:
         except Exception as error:
             # Learning goes on; the next publish carries this update too.
             log.warning("version %s was not published: %s", self._version, error)
-            self._failure = str(error)
+            self._failure = self._publish_failure = str(error)
             self._event("error", {"what": str(error)})
             self._next_publish = time.monotonic() + PUBLISH_RETRY_S
             return
+        self._is_over(self._publish_failure)
+        self._publish_failure = None
         self._next_publish = time.monotonic() + self._config.learner.publish_min_interval_s
         self._published = self._version
         self._unpublished = False
@@ -732,15 +763,21 @@ class LearnerLoop:
         path = save_checkpoint(self._checkpoints, self._learner, self._version, self._run.id)
         self._store.set_checkpoint(self._version, str(path))
         self._checkpointed = self._version
-        self._forget(prune_checkpoints(self._checkpoints, config.checkpoint_keep, self._pinned()))
+        kept = self._kept_checkpoints()
+        self._forget(prune_checkpoints(self._checkpoints, config.checkpoint_keep, *kept))
         self._make_room(reserve)
         return self._version
 
     def _make_room(self, needed_bytes: int) -> None:
-        self._forget(make_room(self._checkpoints, needed_bytes, self._pinned()))
+        self._forget(make_room(self._checkpoints, needed_bytes, *self._kept_checkpoints()))
 
-    def _pinned(self) -> set[int]:
-        return {v.version for v in self._store.retained_versions() if v.pinned}
+    def _kept_checkpoints(self) -> tuple[set[int], set[int]]:
+        """Versions whose checkpoints an operator or a guard keeps; and those on lines left."""
+        retained = self._store.retained_versions()
+        pinned = {v.version for v in retained if v.pinned}
+        if self._kept is not None:
+            pinned.add(self._kept)
+        return pinned, {v.version for v in retained if v.abandoned}
 
     def _forget(self, removed: Sequence[int]) -> None:
         for version in removed:
@@ -778,13 +815,12 @@ class LearnerLoop:
         load_checkpoint(path, self._learner)
 
         def write() -> None:
-            self._store.discard_after(version)
-            self._version = self._store.next_version()
-            self._store.add_version(
-                WeightVersion(self._version, parent=version, run_id=self._run.id, kind="rollback")
-            )
+            self._version = self._store.roll_back(version, self._run.id, self._epoch)
 
         self._insist(write)
+        self._skipped = Skipped(self._version, self._version - version)
+        self._lost.clear()
+        self._checkpointed = self._version  # the weights are those of `version`
         self._guards.reset()
         self._event("rollback", {"to": version, "made": self._version})
         self._unpublished = True
@@ -792,7 +828,24 @@ class LearnerLoop:
         return self._version
 
     def _event(self, kind: str, data: dict[str, Any]) -> None:
+        """Record an event; if the store refuses, later and in order (a pause must outlive us)."""
+        with self._event_lock:
+            self._unsaved.append((kind, data, self._version))
         try:
-            self._store.add_event(kind, data, self._version)
+            self._save_events()
         except StoreError as error:
-            log.warning("event %s not recorded: %s", kind, error)
+            log.warning("event %s not recorded yet: %s", kind, error)
+
+    def _save_events(self) -> None:
+        with self._event_lock:
+            while self._unsaved:
+                self._store.add_event(*self._unsaved[0])
+                self._unsaved.popleft()
+
+
+def _trajectories(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """Turns, in order, by the trajectory they belong to."""
+    found: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(rollout.trajectory_id or rollout.id, []).append(rollout)
+    return list(found.values())

@@ -19,7 +19,7 @@ import heapq
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -59,6 +59,7 @@ from online_sao.types import (
     RolloutState,
     Run,
     Session,
+    Skipped,
     StoredVerdict,
     WeightSpan,
     WeightVersion,
@@ -415,30 +416,31 @@ class RolloutStore:
         max_policy_lag: int,
         max_claims: int,
         run_id: str | None,
+        skipped: Skipped | None = None,
+        ids: Sequence[str] | None = None,
     ) -> Listing[Rollout]:
         """Take up to `limit` rewarded rollouts, with tokens, for the learner of `epoch`.
 
         First sets aside what must not be learned from: made more than `max_policy_lag`
-        versions ago, by abandoned weights or in another run (stale), or already claimed
-        `max_claims` times by learners that died over it (excluded: poison). Answers to
-        clients only.
+        versions ago (numbers that were `skipped` are none), by abandoned weights or in another
+        run (stale), or already claimed `max_claims` times by learners that died over it
+        (excluded: poison). Answers to clients only. With `ids` those alone are taken, however
+        old: what `rewind` gave back.
         """
 
         def work(conn: Connection) -> Listing[Rollout]:
             _check_epoch(conn, epoch)
             c = rollouts.c
-            _set_unfit_aside(conn, current_version, max_policy_lag, max_claims, run_id)
-            seqs = (
-                conn.execute(
-                    sa.select(c.seq)
-                    .where(*_READY)
-                    .order_by(c.seq.desc() if order == "newest" else c.seq)
-                    .limit(limit)
-                    .with_for_update()
-                )
-                .scalars()
-                .all()
+            lag = None if ids is not None else max_policy_lag
+            _set_unfit_aside(conn, current_version, lag, skipped, max_claims, run_id)
+            query = (
+                sa.select(c.seq)
+                .where(*_READY)
+                .order_by(c.seq.desc() if order == "newest" else c.seq)
+                .with_for_update()
             )
+            query = query.limit(limit) if ids is None else query.where(c.id.in_(ids))
+            seqs = conn.execute(query).scalars().all()
             _take(conn, seqs, epoch)
             return load_rollouts(conn, seqs, with_tokens=True)
 
@@ -455,6 +457,7 @@ class RolloutStore:
         max_claims: int,
         run_id: str | None,
         reward_wait_s: float,
+        skipped: Skipped | None = None,
     ) -> Listing[Listing[Rollout]]:
         """As `claim`, for up to `limit` whole trajectories, each in the order of its turns.
 
@@ -466,7 +469,7 @@ class RolloutStore:
 
         def work(conn: Connection) -> Listing[Listing[Rollout]]:
             _check_epoch(conn, epoch)
-            _set_unfit_aside(conn, current_version, max_policy_lag, max_claims, run_id)
+            _set_unfit_aside(conn, current_version, max_policy_lag, skipped, max_claims, run_id)
             ready = _ready_trajectories(reward_wait_s).subquery()
             newest_first = order == "newest"
             units = conn.execute(
@@ -574,17 +577,26 @@ class RolloutStore:
         """Throw rollouts away: open or trained ones. Returns how many changed."""
         return self._move(ids, (*OPEN, S.TRAINED), S.DISCARDED, reason)
 
-    def rewind(self, to_version: int, run_id: str | None) -> int:
+    def rewind(self, to_version: int, run_id: str | None) -> Listing[Listing[str]]:
         """After a crash that lost all versions above `to_version`: their rollouts of this run
-        return to rewarded. The claim they were trained under does not count as a failed one."""
+        return to rewarded. The claim they were trained under does not count as a failed one.
+
+        Returns their ids by the update that was lost, the oldest first: what `claim` can take
+        again in that order.
+        """
         c = rollouts.c
         where = [c.state == S.TRAINED, c.trained_version > to_version]
         if run_id is not None:
             where.append(c.run_id == run_id)
 
-        def work(conn: Connection) -> int:
+        def work(conn: Connection) -> Listing[Listing[str]]:
             seqs = _lock_many(conn, where)
+            lost: dict[int, Listing[str]] = {}
             for part in _chunks(seqs):
+                for row in conn.execute(
+                    sa.select(c.id, c.trained_version).where(c.seq.in_(part)).order_by(c.seq)
+                ):
+                    lost.setdefault(row.trained_version, []).append(row.id)
                 conn.execute(
                     rollout_tokens.update()
                     .where(rollout_tokens.c.seq.in_(part))
@@ -606,33 +618,54 @@ class RolloutStore:
                         **untrained,
                     )
                 )
-            return len(seqs)
+            return [lost[version] for version in sorted(lost)]
 
         return self._write(work)
 
-    def discard_after(self, to_version: int) -> int:
-        """Leave the line of weights above `to_version` (rollback).
+    def roll_back(self, to_version: int, run_id: str, epoch: int) -> int:
+        """Leave the line of weights of `run_id` above `to_version`; the number of the version
+        that this makes, of the weights of `to_version`.
 
-        Its versions are marked abandoned, rollouts trained into it become discarded, and
-        open ones made by it stale; claim() turns away those that arrive later.
+        The run's versions since are marked abandoned (and those of other runs that they came
+        from), rollouts trained into them become discarded, and open ones made by them stale;
+        claim() turns away those that arrive later. Other runs keep what they have. What
+        `to_version` itself came from is abandoned no longer: so a rollback can be taken back.
         """
-        c = rollouts.c
+        c, v = rollouts.c, versions.c
 
         def work(conn: Connection) -> int:
-            conn.execute(
-                versions.update().where(versions.c.version > to_version).values(abandoned=True)
-            )
-            discarded = conn.execute(
-                rollouts.update()
-                .where(c.state == S.TRAINED, c.trained_version > to_version)
-                .values(state=S.DISCARDED, reason="rolled_back")
-            ).rowcount
-            stale = conn.execute(
-                rollouts.update()
-                .where(c.state.in_(OPEN), c.weight_version_end > to_version)
-                .values(state=S.STALE, reason="rolled_back")
-            ).rowcount
-            return discarded + stale
+            _check_epoch(conn, epoch)
+            parents: dict[int, int | None] = {
+                row.version: row.parent for row in conn.execute(sa.select(v.version, v.parent))
+            }
+            if to_version not in parents:
+                raise NotFoundError(f"There is no weight version {to_version}.")
+            own = conn.execute(
+                sa.select(v.version).where(v.run_id == run_id, v.version > to_version)
+            ).scalars()
+            left = set(own)
+            left |= {number for number in _ancestors(parents, left) if number > to_version}
+            for part in _chunks(sorted(left)):
+                conn.execute(versions.update().where(v.version.in_(part)).values(abandoned=True))
+                conn.execute(
+                    rollouts.update()
+                    .where(c.state == S.TRAINED, c.trained_version.in_(part))
+                    .values(state=S.DISCARDED, reason="rolled_back")
+                )
+                conn.execute(
+                    rollouts.update()
+                    .where(
+                        c.state.in_(OPEN),
+                        c.weight_version_end.in_(part) | c.weight_version_start.in_(part),
+                    )
+                    .values(state=S.STALE, reason="rolled_back")
+                )
+            for part in _chunks(sorted({to_version, *_ancestors(parents, {to_version})})):
+                back = v.version.in_(part) & (v.abandoned == sa.true())
+                conn.execute(versions.update().where(back).values(abandoned=False))
+            made = max(parents) + 1
+            _insert_version(conn, WeightVersion(made, to_version, run_id, "rollback"))
+            return made
 
         return self._write(work)
 
@@ -938,15 +971,21 @@ _UNIT = sa.func.coalesce(turns.c.trajectory_seq, rollouts.c.seq)
 def _set_unfit_aside(
     conn: Connection,
     current_version: int,
-    max_policy_lag: int,
+    max_policy_lag: int | None,
+    skipped: Skipped | None,
     max_claims: int,
     run_id: str | None,
 ) -> None:
     """Move what waits for a learner and must not be learned from; see RolloutStore.claim."""
     c = rollouts.c
     left = sa.select(versions.c.version).where(versions.c.abandoned == sa.true())
-    aside: list[tuple[sa.ColumnElement[bool], RolloutState, str]] = [
-        (current_version - c.weight_version_start > max_policy_lag, S.STALE, "policy_lag"),
+    made_by: sa.ColumnElement[int] = c.weight_version_start
+    if skipped is not None:
+        made_by += sa.case((c.weight_version_start < skipped.until, skipped.count), else_=0)
+    aside: list[tuple[sa.ColumnElement[bool], RolloutState, str]] = []
+    if max_policy_lag is not None:
+        aside.append((current_version - made_by > max_policy_lag, S.STALE, "policy_lag"))
+    aside += [
         (
             c.weight_version_start.in_(left) | c.weight_version_end.in_(left),
             S.STALE,
@@ -1213,6 +1252,16 @@ def _delete_texts(conn: Connection, seqs: Sequence[int]) -> None:
         conn.execute(feedback.update().where(feedback.c.seq.in_(part)).values(comment=None))
 
 
+def _ancestors(parents: Mapping[int, int | None], of: Collection[int]) -> set[int]:
+    found: set[int] = set()
+    for number in of:
+        parent = parents.get(number)
+        while parent is not None and parent not in found:
+            found.add(parent)
+            parent = parents.get(parent)
+    return found
+
+
 def _insert_version(conn: Connection, version: WeightVersion) -> None:
     taken = conn.execute(
         sa.select(versions.c.version).where(versions.c.version == version.version)
@@ -1230,7 +1279,7 @@ def _insert_version(conn: Connection, version: WeightVersion) -> None:
             published_at=version.published_at,
             checkpoint=version.checkpoint,
             pinned=version.pinned,
-            abandoned=False,
+            abandoned=version.abandoned,
         )
     )
 
@@ -1503,6 +1552,7 @@ def _version(row: sa.Row[Any]) -> WeightVersion:
         published_at=row.published_at,
         checkpoint=row.checkpoint,
         pinned=row.pinned,
+        abandoned=row.abandoned,
     )
 
 

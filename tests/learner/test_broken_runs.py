@@ -255,7 +255,7 @@ def test_a_pause_by_a_guard_outlives_the_learner_and_keeps_the_way_back(endpoint
     (fired,) = run.serve(40)
     kept = fired["kept_version"]
     assert kept in (20, 30)
-    assert run.store.get_version(kept).pinned
+    run.store.pin(kept)  # an operator who has read the reason: it stays his
     again = LearnerLoop(
         run.config,
         make_run(run.config, "hash"),
@@ -266,5 +266,23 @@ def test_a_pause_by_a_guard_outlives_the_learner_and_keeps_the_way_back(endpoint
     again.start()
     assert again.status().paused
     assert again.status().guards["last_firing"] == fired
+    assert again._kept_checkpoints()[0] == {kept}
+    run.store.pin(kept, False)
+    assert again._kept_checkpoints()[0] == {kept}  # the guard's own
+    run.store.pin(kept)
     again.resume()
-    assert not run.store.get_version(kept).pinned
+    assert run.store.get_version(kept).pinned
+    run.store.pin(kept, False)
+    assert again._kept_checkpoints()[0] == set()
+    # An operator's pause of later does not bring the guard's back.
+    again.pause("to upgrade")
+    third = LearnerLoop(
+        run.config,
+        make_run(run.config, "hash"),
+        Learner(run.config.learner, str(tiny_model)),
+        run.store,
+        Publisher(),
+    )
+    third.start()
+    assert third.status().paused
+    assert third._kept_checkpoints()[0] == set()

@@ -13,6 +13,7 @@ from online_sao.learner.checkpoint import (
     STATE_FILE,
     list_checkpoints,
     load_checkpoint,
+    make_room,
     prune_checkpoints,
     read_state,
     save_checkpoint,
@@ -252,6 +253,24 @@ class TestFolder:
         self.make(tmp_path, 1, 2, 3, 4, 5)
         assert prune_checkpoints(tmp_path, keep, pinned) == removed
         assert {v for v, _ in list_checkpoints(tmp_path)} == {1, 2, 3, 4, 5} - set(removed)
+
+    def test_pruning_counts_what_a_rollback_left_by_itself(self, tmp_path):
+        self.make(tmp_path, 1, 2, 3, 4, 5, 6)
+        assert prune_checkpoints(tmp_path, 1, {2}, {3, 4, 5}) == [1, 4, 3]
+        assert [v for v, _ in list_checkpoints(tmp_path)] == [6, 5, 2]
+
+    def test_what_a_rollback_left_makes_room_first(self, tmp_path, monkeypatch):
+        self.make(tmp_path, 1, 2, 3, 4)
+        usage = shutil.disk_usage(tmp_path)
+
+        def free(_):
+            return usage._replace(free=100 - 10 * len(list_checkpoints(tmp_path)))
+
+        monkeypatch.setattr(shutil, "disk_usage", free)
+        assert make_room(tmp_path, 60, set(), {3, 4}) == [3, 4]  # 80 must be free, less 20 %
+        assert make_room(tmp_path, 60, set(), {3, 4}) == []
+        assert make_room(tmp_path, 10**6, set(), set()) == [1]
+        assert make_room(tmp_path, 10**6, set(), {2}) == [2]  # the newest, but left
 
     def test_pruning_removes_what_a_crash_left_half_written(self, tmp_path):
         self.make(tmp_path, 1)

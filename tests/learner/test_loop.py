@@ -678,6 +678,17 @@ class TestCheckpoints:
         kept = [v for v, _ in checkpoint.list_checkpoints(bench.checkpoints)]
         assert kept == [5, 2]
 
+    def test_a_start_that_learns_nothing_costs_no_older_one(self, bench):
+        loop = bench.loop(checkpoint_every=1, checkpoint_keep=2)
+        loop.start()
+        bench.learn(loop, "a", "b")
+        for _ in range(2):
+            again = bench.loop(checkpoint_keep=2)
+            again.start()
+            with running(again):
+                pass
+        assert [v for v, _ in checkpoint.list_checkpoints(bench.checkpoints)] == [2, 1]
+
     def test_old_ones_make_room_down_to_the_newest_and_the_pinned(self, bench, monkeypatch):
         settings = {"checkpoint_keep": 10, "checkpoint_min_free_gib": 0}
         loop = bench.loop(checkpoint_every=1, **settings)
@@ -862,6 +873,38 @@ class TestResume:
         calm.store.close()
         assert changed(everything(loop.learner), everything(undisturbed.learner)) == set()
 
+    @pytest.mark.parametrize("order", ["oldest", "newest"])
+    def test_a_crash_costs_no_answer_however_short_the_lag(self, bench, order):
+        settings = {"checkpoint_every": 4, "max_policy_lag": 1, "order": order}
+
+        def learn(loop, at):
+            """Answers of the newest weights, each learned from at once."""
+            for version, name in enumerate("abcdefghij"[at:], start=at):
+                bench.add(name, version=version)
+                until(lambda name=name: bench.states()[name] is S.TRAINED)
+
+        publisher = Publisher()
+        publisher.crash_at = 10
+        first = bench.loop(publisher, **settings)
+        first.start()
+        with running(first, ends_with=Crash):
+            learn(first, 0)
+        second = bench.loop(**settings)
+        assert second.start() == "resume"  # version 11, the weights of 8
+        bench.add("waited", version=10)  # made by what was the newest
+        bench.add("new", version=11)
+        bench.learn(second)
+        trained = bench.store.get_many(["i", "j", "waited"])
+        assert [r.trained_version for r in trained[:2]] == [12, 13]  # in their order
+        lags = [
+            bench.store.get_version(r.trained_version).metrics["rollout/policy_lag_max"]
+            for r in trained
+        ]
+        assert lags[:2] == [0, 0]
+        # What version 10 was is version 13 now, and that of 11 is too old by then.
+        assert lags[2] == 0
+        assert bench.store.get("new").reason == "policy_lag"
+
     def test_a_rollout_over_which_learners_die_is_set_aside(self, bench):
         for number in range(1, 4):
             loop = bench.loop(max_claims=3)
@@ -1020,6 +1063,32 @@ class TestRollback:
         assert bench.store.get_version(7).parent == 6
         assert bench.store.get("e").trained_version == 7
 
+    def test_what_it_left_takes_no_place_of_what_it_went_back_to(self, bench):
+        settings = {"checkpoint_every": 1, "checkpoint_keep": 2}
+        loop = bench.loop(**settings)
+        loop.start()
+        with running(loop):
+            bench.add("a", "b")
+            bench.drained()
+            until(lambda: len(checkpoint.list_checkpoints(bench.checkpoints)) == 2)
+            assert loop.request_rollback(1).result(WAIT_S) == 3
+            bench.add("c", version=3)
+            bench.drained()
+        held = [v for v, _ in checkpoint.list_checkpoints(bench.checkpoints)]
+        assert held == [4, 2, 1]
+
+    def test_what_was_made_before_it_is_no_older_by_it(self, bench):
+        self.trained(bench, max_policy_lag=3)
+        loop = bench.loop(max_policy_lag=3)
+        loop.start()
+        bench.add("before", version=1)
+        loop.pause("for a test")
+        with running(loop):
+            assert loop.request_rollback(2).result(WAIT_S) == 6
+            loop.resume()
+            bench.drained()
+        assert bench.store.get("before").trained_version == 7
+
     def test_to_one_that_is_not_retained(self, bench):
         self.trained(bench)
         loop = bench.loop()
@@ -1127,7 +1196,10 @@ def _fails(name):
     return method
 
 
-for _name in ("claim", "release", "finish_update", "exclude", "add_version", "set_published"):
+for _name in (
+    *("claim", "release", "finish_update", "exclude", "add_version", "set_published"),
+    *("roll_back", "add_event"),
+):
     setattr(Outage, _name, _fails(_name))
 
 
@@ -1166,6 +1238,52 @@ class TestStoreOutage:
         assert [v.version for v in outage.store.versions()] == [2, 1, 0]
         assert changed(self.wanted(outage, "a", "b"), everything(loop.learner)) == set()
         assert loop.status().failure is None
+
+    def test_a_rollback_is_done_whole_or_not_at_all(self, outage):
+        first = outage.loop(checkpoint_every=1, checkpoint_keep=9)
+        first.start()
+        outage.learn(first, "a", "b")
+        second = outage.loop()
+        second.start()
+        with running(second):
+            Outage.failing["roll_back"] = 10**9
+            future = second.request_rollback(1)
+            until(lambda: second.status().failure)
+            second.stop()
+        with pytest.raises(StoreError):
+            future.result(WAIT_S)
+        Outage.failing.clear()
+        assert outage.states() == {"a": S.TRAINED, "b": S.TRAINED}
+        third = outage.loop()
+        third.start()
+        assert changed(everything(first.learner), everything(third.learner)) == set()
+
+    def test_a_pause_is_recorded_once_the_store_is_back(self, outage):
+        loop = outage.loop()
+        loop.start()
+        Outage.failing["add_event"] = 2
+        loop.pause("first")
+        loop.resume()  # neither was written
+        with running(loop):
+            until(lambda: not loop._unsaved)
+            loop.pause("second")
+        kinds = [event.kind for event in reversed(outage.store.events())]
+        assert kinds == ["pause", "resume_learning", "pause"]
+        assert outage.loop().start() == "resume"
+        again = outage.loop()
+        again.start()
+        assert again.status().pause_reason == "second"
+
+    def test_a_failure_is_no_longer_shown_once_it_is_over(self, outage):
+        first = outage.loop(checkpoint_every=1)
+        first.start()
+        outage.learn(first, "a")
+        loop = outage.loop()
+        loop.start()
+        with running(loop):
+            Outage.failing["roll_back"] = 1
+            assert loop.request_rollback(1).result(WAIT_S) == 3
+            assert loop.status().failure is None
 
     def test_it_says_what_is_wrong_while_it_lasts(self, outage):
         loop = outage.loop()

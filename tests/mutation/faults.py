@@ -640,8 +640,8 @@ FAULTS: list[Fault] = [
         "TestResume",
         (
             "nothing comes back after a crash",
-            "lost = self._store.rewind(-1 if parent is None else parent, self._run.id)",
-            "lost = 0",
+            "self._lost.extend(self._store.rewind(-1 if parent is None else parent, self._run.id))",
+            "pass",
         ),
         (
             "everything comes back after a crash",
@@ -659,8 +659,9 @@ FAULTS: list[Fault] = [
         ("a crash undoes a rollback", "if ancestor != version:", "if False:"),
         (
             "a rollback leaves the rollouts of its line",
-            "            self._store.discard_after(version)\n",
-            "",
+            "self._version = self._store.roll_back(version, self._run.id, self._epoch)",
+            "self._version = self._store.next_version(); self._store.add_version("
+            "WeightVersion(self._version, version, self._run.id, 'rollback'))",
         ),
     ),
     *_loop(

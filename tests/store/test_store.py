@@ -13,6 +13,7 @@ from online_sao.types import (
     Purpose,
     RolloutState,
     Run,
+    Skipped,
     StoredVerdict,
     WeightSpan,
     WeightVersion,
@@ -613,14 +614,26 @@ def test_rewind_returns_rollouts_whose_update_was_lost(kit, store):
     for version, name in enumerate("abc", start=1):
         kit.claim(epoch, limit=1)
         kit.train(epoch, version, name)
-    assert store.rewind(1, "other-run") == 0
-    assert store.rewind(1, "run") == 2
+    assert store.rewind(1, "other-run") == []
+    assert store.rewind(1, "run") == [["b"], ["c"]]
     assert kit.states() == {"a": "trained", "b": "rewarded", "c": "rewarded"}
     b = store.get("b")
     assert (b.trained_version, b.values, b.num_claims, b.reward) == (None, None, 0, 1.0)
     assert store.next_version() == 4  # the lost numbers stay used
-    assert [r.id for r in kit.claim(epoch, current_version=4)] == ["b", "c"]
+    assert [r.id for r in kit.claim(epoch, current_version=99, ids=["c"])] == ["c"]  # however old
+    assert [r.id for r in kit.claim(epoch, current_version=4)] == ["b"]
     kit.train(epoch, 4, "b", "c")
+
+
+def test_skipped_numbers_are_no_policy_lag(kit, store):
+    epoch = kit.begin()
+    for version in (2, 3, 4, 9, 10):
+        kit.rewarded(f"by{version}", version=version)
+    skipped = Skipped(until=10, count=6)  # 10 has the weights of 4
+    assert [skipped.lag(v, 11) for v in (2, 3, 4, 9, 10)] == [3, 2, 1, 0, 1]
+    claimed = kit.claim(epoch, current_version=11, max_policy_lag=2, skipped=skipped)
+    assert [r.id for r in claimed] == ["by3", "by4", "by9", "by10"]
+    assert store.get("by2").reason == "policy_lag"
 
 
 def test_rollback_leaves_the_line_and_all_that_was_made_on_it(kit, store):
@@ -636,8 +649,10 @@ def test_rollback_leaves_the_line_and_all_that_was_made_on_it(kit, store):
     store.add(kit.rollout("unscored2", version=2))
     store.set_unscored("unscored2", "timeout")
     kit.rewarded("both", weight_spans=(WeightSpan(1, 0, 1), WeightSpan(2, 1, 3)))
-    assert store.discard_after(1) == 5
-    store.add_version(WeightVersion(3, 1, "run", "rollback"))
+    assert store.roll_back(1, "run", epoch) == 3
+    made = store.get_version(3)
+    assert (made.parent, made.run_id, made.kind) == (1, "run", "rollback")
+    assert [v.version for v in store.versions() if v.abandoned] == [2]
     # answers that were on their way are recorded after the rollback
     kit.rewarded("late2", version=2)
     kit.rewarded("late_both", weight_spans=(WeightSpan(2, 0, 1), WeightSpan(3, 1, 3)))
@@ -661,6 +676,55 @@ def test_rollback_leaves_the_line_and_all_that_was_made_on_it(kit, store):
     assert (trained, reason) == (False, "the answer is not trainable (discarded: rolled_back)")
     store.set_verdict("undone", replace(kit.good, reward=0.0))
     assert store.get("undone").reward == 1.0  # what was used stays on record
+
+
+def test_rollback_leaves_other_runs_as_they_are(kit, store):
+    epoch = kit.begin()  # version 0 of "run"
+    store.start_run(Run("other", "sao", 1, "model", "hash"))
+    store.add_version(WeightVersion(1, None, "other", "start"))
+    kit.rewarded("theirs", version=1, run_id="other")
+    kit.claim(epoch, run_id="other", current_version=1)
+    store.finish_update(
+        epoch=epoch,
+        version=WeightVersion(2, 1, "other", "update"),
+        rollouts=[("theirs", None, None, None)],
+    )
+    store.add_version(WeightVersion(3, 0, "run", "resume"))
+    assert store.roll_back(0, "run", epoch) == 4
+    assert kit.states() == {"theirs": "trained"}
+    assert [v.version for v in store.versions() if v.abandoned] == [3]
+
+
+def test_rollback_over_the_beginning_of_a_run_that_took_another_over(kit, store):
+    epoch = kit.begin()
+    for version in (1, 2):
+        store.add_version(WeightVersion(version, version - 1, "run", "update"))
+    store.start_run(Run("tuned", "sao", 0, "model", "hash"))
+    store.add_version(WeightVersion(3, 2, "tuned", "resume"))
+    assert store.roll_back(1, "tuned", epoch) == 4
+    assert [v.version for v in store.versions() if v.abandoned] == [3, 2]
+
+
+def test_a_rollback_can_be_taken_back(kit, store):
+    epoch = kit.begin()
+    for version in (1, 2):
+        store.add_version(WeightVersion(version, version - 1, "run", "update"))
+    assert store.roll_back(0, "run", epoch) == 3
+    assert [v.version for v in store.versions() if v.abandoned] == [2, 1]
+    assert store.roll_back(2, "run", epoch) == 4
+    assert [v.version for v in store.versions() if v.abandoned] == [3]
+    kit.rewarded("by2", version=2)
+    assert [r.id for r in kit.claim(epoch, current_version=4)] == ["by2"]
+
+
+def test_a_rollback_is_refused_whole(kit, store):
+    epoch = kit.begin()
+    with pytest.raises(NotFoundError, match="no weight version 7"):
+        store.roll_back(7, "run", epoch)
+    store.new_epoch()
+    with pytest.raises(FencedError):
+        store.roll_back(0, "run", epoch)
+    assert store.next_version() == 1
 
 
 # ---- runs, preferences, events
