@@ -220,7 +220,7 @@ class LearnerConfig(_Section):
     """Ray resources that the learner needs, for placement on a cluster."""
     gpu_share: float = Field(0.5, gt=0)
     """Ray GPUs of the learner (CUDA only)."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Of everything random in learning; part of what makes a run."""
     # the loop
     credit: Literal["turn", "session"] = "turn"

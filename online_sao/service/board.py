@@ -52,6 +52,7 @@ async def file_here(announced: Announcement) -> WeightFile:
 class ReplicaState:
     version: int = -1  # newest version it serves
     error: str | None = None
+    failed_version: int = -1  # that it could not load because of `error`
     heard_at: float = 0.0
     fetched_at: float | None = None  # while it loads what it fetched, it does not ask
 
@@ -100,6 +101,8 @@ class WeightBoard:
             state.error, state.fetched_at = error, None
             if error is None:
                 state.version = version
+            else:
+                state.failed_version = version
             self._changed.notify_all()
 
     async def leave(self, replica: str) -> None:
@@ -111,7 +114,7 @@ class WeightBoard:
         """None once every replica in touch serves `version`; otherwise what went wrong."""
 
         def settled() -> bool:
-            return all(r.version >= version or r.error for r in in_touch().values())
+            return all(max(r.version, r.failed_version) >= version for r in in_touch().values())
 
         def in_touch() -> dict[str, ReplicaState]:
             return self._in_touch(began - timeout_s)
@@ -127,7 +130,12 @@ class WeightBoard:
                 # One that is lost wakes nobody: it only falls out of touch.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), min(left, RECHECK_S))
-        errors = [r.error for r in in_touch().values() if r.error and r.version < version]
+        # Of an earlier version it says nothing about this one, which may be on its way.
+        errors = [
+            r.error
+            for r in in_touch().values()
+            if r.error and r.version < version <= r.failed_version
+        ]
         return errors[0] if errors else None
 
     def _heard(self, replica: str) -> ReplicaState:

@@ -117,7 +117,7 @@ class RecordingLLM(AsyncLLM):
                         spans = _spans(completion.weight_versions, len(choice.token_ids))
                         if spans:
                             context.weight_version = spans[-1].version
-                        context.recorded = await self.recorder(
+                        recorded = await self.recorder(
                             self._rollout(
                                 context,
                                 sampling_params,
@@ -129,6 +129,8 @@ class RecordingLLM(AsyncLLM):
                                 exclusion,
                             )
                         )
+                        # One of several that was not recorded is one too many.
+                        context.recorded = recorded and context.recorded is not False
                 yield output
         except (asyncio.CancelledError, GeneratorExit):
             # The client went away: what was generated is recorded, never trained on. Shielded,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from online_sao.config import Config
-from online_sao.errors import NotFoundError, OnlineSAOError, StoreError
+from online_sao.errors import EngineError, NotFoundError, OnlineSAOError, StoreError
 from online_sao.service import names
 from online_sao.service.http import Edge, error_body, session_key
 from online_sao.service.metrics import (
@@ -142,6 +142,10 @@ def build_app(endpoint: Any, config: Config) -> Any:
 
     @app.exception_handler(StoreError)
     async def _store_down(_: Request, error: StoreError) -> JSONResponse:
+        return JSONResponse(error_body(503, str(error), "server_error"), 503)
+
+    @app.exception_handler(EngineError)
+    async def _engine_down(_: Request, error: EngineError) -> JSONResponse:
         return JSONResponse(error_body(503, str(error), "server_error"), 503)
 
     @app.exception_handler(OnlineSAOError)
@@ -379,7 +383,12 @@ def build_app(endpoint: Any, config: Config) -> Any:
         return JSONResponse({"version": body.version, "pinned": False})
 
     def make_context(**fields: Any) -> RequestContext:
-        return RequestContext(**fields, store_ok=not endpoint.store_failed)
+        return RequestContext(
+            **fields,
+            store_ok=not endpoint.store_failed,
+            # The headers of a stream leave before its first token is asked for.
+            weight_version=endpoint.engine.weight_version,
+        )
 
     edge = Edge(
         app,

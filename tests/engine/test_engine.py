@@ -143,6 +143,23 @@ def test_each_of_n_choices_is_a_rollout(harness):
     assert max(harness.gap(rollout) for rollout in rollouts) < GAP
 
 
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_one_choice_that_is_not_recorded_is_said_of_the_answer(harness, monkeypatch, fails):
+    from online_sao.service.engine import CURRENT_REQUEST
+
+    record, said = harness.engine.recorder, []
+
+    async def refuses_one(rollout):
+        await record(rollout)
+        said.append(CURRENT_REQUEST.get())
+        return len(said) - 1 != fails
+
+    monkeypatch.setattr(harness.engine, "recorder", refuses_one)
+    harness.ask(n=3)
+    assert len(said) == 3
+    assert said[-1].recorded is False
+
+
 @pytest.mark.parametrize(
     ("sampling", "reason"),
     [

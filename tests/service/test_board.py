@@ -50,6 +50,17 @@ async def test_applied_everywhere_or_what_went_wrong(board):
     assert await board.wait_applied(4, SOON_S) is None
 
 
+async def test_what_went_wrong_with_an_earlier_version_is_not_said_of_the_next(board):
+    await board.report("a", 3)
+    await board.report("a", 4, "no room")
+    await board.announce(Announcement(5))
+    waiting = asyncio.create_task(board.wait_applied(5, 60))
+    await asyncio.sleep(SOON_S)
+    assert not waiting.done()  # it may be loading: its file must not be overwritten
+    await board.report("a", 5)
+    assert await asyncio.wait_for(waiting, 30) is None
+
+
 async def test_a_replica_that_is_lost_is_waited_for_only_until_it_is_out_of_touch(
     board, monkeypatch
 ):

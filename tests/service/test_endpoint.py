@@ -124,6 +124,7 @@ def test_a_client_that_leaves_is_recorded_and_generation_ends(endpoint):
         "stream": True,
     }
     with httpx.stream("POST", f"{endpoint.url}/v1/chat/completions", json=body, timeout=30) as got:
+        assert int(got.headers["x-weight-version"]) >= 0  # headers leave before the first token
         for count, _ in enumerate(got.iter_lines()):
             if count > 6:
                 break
