@@ -2,7 +2,7 @@
 #   make demo     everything in one go: serve, learn, compare with a baseline, leave figures
 #   make serve    serve and learn until Ctrl-C          make dashboard   watch it
 #   make test     the tests                             make check       lint, types, imports
-#   make bench    update, growth, serving, loop: about an hour on two cores (docs/benchmarks.md)
+#   make bench    update, growth, serving, loop: over an hour on two cores (docs/benchmarks.md)
 #   make test-long  what `make test` leaves out: load, attacks, browser, kills, mutations, nodes
 #   make chaos    kill processes of a served endpoint N times (N=40 SEED=0) and audit its store
 #   make cluster  several Ray nodes on this machine, PostgreSQL, one node lost

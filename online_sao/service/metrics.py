@@ -56,6 +56,7 @@ SCRAPED = (
     Definition("online_sao_ongoing", "Requests that this replica is answering."),
     Definition("online_sao_judge_in_flight", "Answers that the judge is marking."),
     Definition("online_sao_judge_outcomes", "Outcomes since the judge's start.", ("outcome",)),
+    Definition("online_sao_judge_cost", "US dollars since the judge's start."),
     Definition("online_sao_update_metric", "Metrics of the newest update.", ("metric",)),
     Definition("online_sao_guard_value", "A guard's number over its window.", ("guard",)),
     Definition("online_sao_guard_bound", "The bound at which a guard fires.", ("guard",)),
@@ -154,6 +155,7 @@ def judge_samples(status: Mapping[str, Any] | None) -> list[Sample]:
         ("online_sao_judge_in_flight", {}, status["in_flight"]),
         ("online_sao_judge_outcomes", {"outcome": "scored"}, status["scored"]),
         ("online_sao_judge_outcomes", {"outcome": "unscored"}, status["unscored"]),
+        ("online_sao_judge_cost", {}, status["cost"]),
     ]
 
 

@@ -56,6 +56,7 @@ class RewardWorker:
             "in_flight": len(self._in_flight),
             "failure": self._failure,
             "model": self._judge.model,
+            "cost": self._judge.stats()["cost"],
         }
 
     async def judge_forgeries(self, style: str, pool: list[str]) -> list[float]:
