@@ -20,14 +20,30 @@ class ServiceClient:
     def __init__(
         self, url: str, key: str = "", transport: httpx.BaseTransport | None = None
     ) -> None:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url.rstrip("/")
-        self._client = httpx.Client(
-            base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport
-        )
+        self.fault = ""  # why nothing can be asked at all: what to say in place of an answer
+        key = key.strip()
+        if not (key.isascii() and key.isprintable()):
+            self.fault = (
+                "The admin key has characters that no request can carry (only plain ASCII ones "
+                "can be sent). Enter it again."
+            )
+            key = ""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            self._client = httpx.Client(
+                base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport
+            )
+        except httpx.InvalidURL as error:
+            self.fault = (
+                f"{self.url} is no address of a service ({error}). Start the dashboard with "
+                "--url http://HOST:PORT."
+            )
 
     def answers(self) -> bool:
         """Whether the service is up."""
+        if self.fault:
+            return False
         try:
             return self._client.get("/health", timeout=HEALTH_TIMEOUT_S).is_success
         except httpx.HTTPError:
@@ -60,6 +76,8 @@ class ServiceClient:
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_S
     ) -> dict[str, Any]:
+        if self.fault:
+            raise ControlError(self.fault)
         try:
             answer = self._client.request(method, path, json=body, timeout=timeout)
         except httpx.TimeoutException:

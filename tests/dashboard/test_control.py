@@ -54,6 +54,30 @@ def test_a_url_that_is_none(url):
         ServiceClient(url).pause()
 
 
+@pytest.mark.parametrize("url", ["http://h:80a", "http://[::1", "http://ä..b"])
+def test_a_url_that_cannot_be_one(url):
+    client = ServiceClient(url)
+    assert client.answers() is False
+    with pytest.raises(ControlError, match=r"is no address of a service \(.+\)\. Start the dash"):
+        client.pause()
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "a\tb", "a\x00"])
+def test_a_key_that_no_request_can_carry(service, key):
+    client = ServiceClient(service.url, key)
+    assert client.answers() is False
+    with pytest.raises(ControlError, match=r"The admin key has characters .+ Enter it again") as e:
+        client.pause()
+    assert key not in str(e.value)
+    assert service.told == []
+
+
+def test_a_key_is_sent_without_the_spaces_around_it(service):
+    service.key = "admin"
+    ServiceClient(service.url, " admin\n").pause()
+    assert service.told == [("POST", "/v1/learning/pause", None)]
+
+
 @pytest.mark.parametrize("body", [{}, {"detail": "Not Found"}, {"error": {"message": "Not Found"}}])
 def test_a_service_without_the_route_is_older(service, body):
     service.refuse = (404, body)
