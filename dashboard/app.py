@@ -24,7 +24,7 @@ from dashboard import (
     runs_page,
     versions_page,
 )
-from dashboard.parts import open_reader, viewer_zone
+from dashboard.parts import escape, open_reader, viewer_zone
 from dashboard.queries import StoreReader
 from online_sao.config import Config
 from online_sao.errors import StoreError
@@ -96,7 +96,7 @@ def main() -> None:
         every = REFRESH_S if live and refreshes else None
         st.fragment(_guarded, run_every=every)(show, reader, options)
     except StoreError as error:
-        st.error(str(error), icon=":material/database_off:")
+        st.error(escape(error), icon=":material/database_off:")
 
 
 def _options() -> argparse.Namespace:
@@ -115,13 +115,13 @@ def _guarded(show: Show, reader: StoreReader, options: argparse.Namespace) -> No
     try:
         show(reader, options)
     except StoreError as error:
-        st.error(str(error), icon=":material/database_off:")
+        st.error(escape(error), icon=":material/database_off:")
 
 
 def _wait_for_store(reader: StoreReader) -> None:
     st.info(
-        f"There is no store at {reader.place} yet. It is made when the service starts for the "
-        "first time (make serve). This page opens by itself then.",
+        f"There is no store at {escape(reader.place)} yet. It is made when the service starts for "
+        "the first time (make serve). This page opens by itself then.",
         icon=":material/hourglass_empty:",
     )
 

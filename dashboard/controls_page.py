@@ -11,7 +11,7 @@ import streamlit as st
 
 from dashboard.control import ControlError, ServiceClient
 from dashboard.headline import clock, style_name
-from dashboard.parts import shown_number, viewer_zone
+from dashboard.parts import escape, shown_number, viewer_zone
 from dashboard.queries import Kept, Phase, StoreReader
 
 
@@ -27,16 +27,17 @@ def show(reader: StoreReader, options: argparse.Namespace) -> None:
     client = ServiceClient(options.url, key)
     done = st.session_state.get("done")
     if done:
-        (st.success if done[0] else st.error)(done[1])
+        (st.success if done[0] else st.error)(escape(done[1]))
     _confirmation(client)
     try:
         learning = client.learning()
     except ControlError as error:
-        st.warning(str(error), icon=":material/cloud_off:")
+        st.warning(escape(error), icon=":material/cloud_off:")
         learning = None
     if learning is not None:
         paused = learning.get("paused")
-        why = f" ({learning['pause_reason']})" if paused and learning.get("pause_reason") else ""
+        reason = learning.get("pause_reason")
+        why = f" ({escape(reason)})" if paused and reason else ""
         st.markdown(
             f"**Now:** learning is {'paused' + why if paused else 'on'}, version "
             f"{shown_number(learning.get('serving_version'), ',d')} serves."
@@ -143,7 +144,7 @@ def _confirmation(client: ServiceClient) -> None:
         return
     question, action = asked
     with st.container(border=True):
-        st.markdown(f"**{question}**")
+        st.markdown(f"**{escape(question)}**")
         with st.container(horizontal=True):
             yes = st.button("Yes", type="primary", key="yes")
             if st.button("Cancel", key="cancel"):

@@ -23,7 +23,15 @@ from dashboard.headline import (
     tone,
     troubles,
 )
-from dashboard.parts import choose_range, csv_button, draw, shown_number, tile, viewer_zone
+from dashboard.parts import (
+    choose_range,
+    csv_button,
+    draw,
+    escape,
+    shown_number,
+    tile,
+    viewer_zone,
+)
 from dashboard.queries import RECENT, Situation, StoreReader
 
 WHAT_TO_DO = """
@@ -46,10 +54,14 @@ WHAT_TO_DO = """
 def show(reader: StoreReader, options: argparse.Namespace) -> None:
     zone = viewer_zone()
     now = reader.situation()
-    answers = ServiceClient(options.url).answers()
-    hints = advice(now, service_answers=answers)
+    client = ServiceClient(options.url)
+    # Of an endpoint that cannot be asked it is not known whether it answers.
+    answers = None if client.fault else client.answers()
+    hints = [client.fault] if client.fault else []
+    hints += advice(now, service_answers=answers)
     box = {"success": st.success, "info": st.info, "warning": st.warning}[tone(now, hints)]
-    box("  \n".join([f"**{headline(now, zone)}**", *hints]), icon=":material/campaign:")
+    said = [f"**{escape(headline(now, zone))}**", *map(escape, hints)]
+    box("  \n".join(said), icon=":material/campaign:")
     _tiles(now, options.url, answers)
     if not now.num_rollouts:
         return
@@ -101,13 +113,13 @@ def show(reader: StoreReader, options: argparse.Namespace) -> None:
             st.caption("No values yet: nothing was learned in this range, or without a critic.")
 
 
-def _tiles(now: Situation, url: str, answers: bool) -> None:
+def _tiles(now: Situation, url: str, answers: bool | None) -> None:
     """What matters most first: a phone shows two in a row."""
     phase = now.phase
     with st.grid(5, min_column_width=150):
         tile(
             f"Preferred since {clock(phase.started_at, viewer_zone())}" if phase else "Preferred",
-            style_name(phase.style) if phase else "none",
+            escape(style_name(phase.style)) if phase else "none",
             note=ago(phase.started_at, datetime.now(UTC)) if phase else None,
         )
         tile(
@@ -134,7 +146,7 @@ def _tiles(now: Situation, url: str, answers: bool) -> None:
             "updates are made, the judge answers, and each figure in the line below that can be "
             "measured lies inside its bound.",
         )
-        tile("Service", "up" if answers else "down", url)
+        tile("Service", {True: "up", False: "down", None: "unknown"}[answers], escape(url))
         tile(
             "Waiting",
             f"{now.waiting_for_judge} + {now.waiting_for_learner}",

@@ -12,7 +12,15 @@ import streamlit as st
 
 from dashboard import charts
 from dashboard.headline import style_name
-from dashboard.parts import NOTHING, csv_button, draw, local_times, shown_number, viewer_zone
+from dashboard.parts import (
+    NOTHING,
+    csv_button,
+    draw,
+    escape,
+    local_times,
+    shown_number,
+    viewer_zone,
+)
 from dashboard.queries import Filters, StoreReader
 from dashboard.tokens import find_tokenizer, load_pieces, shaded_html
 from online_sao.errors import NotFoundError
@@ -90,7 +98,7 @@ def show(reader: StoreReader, options: argparse.Namespace) -> None:
     try:
         _rollout(reader, options, number or int(table["seq"].iloc[0]), zone)
     except NotFoundError as error:
-        st.warning(str(error))
+        st.warning(escape(error))
 
 
 def _filters(reader: StoreReader) -> Filters:
@@ -129,14 +137,14 @@ def _any(choice: str | None) -> str:
 
 def _rollout(reader: StoreReader, options: argparse.Namespace, seq: int, zone: tzinfo) -> None:
     rollout = reader.rollout(seq)
-    reason = f": {rollout.reason}" if rollout.reason else ""
+    reason = f": {escape(rollout.reason)}" if rollout.reason else ""
     st.markdown(f"## Rollout {seq:,} ({rollout.state}{reason})")
     left, right = st.columns(2)
     with left:
         for message in rollout.messages or []:
             content = message.get("content")
             with st.container(border=True):
-                st.caption(str(message.get("role")))
+                st.caption(escape(message.get("role")))
                 st.text(content if isinstance(content, str) else str(content))
         with st.container(border=True):
             st.caption("answer")
@@ -150,12 +158,13 @@ def _rollout(reader: StoreReader, options: argparse.Namespace, seq: int, zone: t
             marks = (
                 f" = quality {verdict.quality:g} × style match {verdict.style:g}"
                 if verdict.quality is not None and verdict.style is not None
-                else f" (from {verdict.source})"
+                else f" (from {escape(verdict.source)})"
             )
             st.markdown(f"**Reward {verdict.reward:g}**{marks}")
             if verdict.rationale:
                 st.text(verdict.rationale)
-        st.caption("  \n".join(_facts(rollout, zone)))
+        # No markdown: what is copied from here, into the filter say, is what was recorded.
+        st.text("\n".join(_facts(rollout, zone)))
         given = reader.feedback(seq)
         if len(given):
             st.dataframe(given.assign(at=local_times(given["at"], zone)), hide_index=True)

@@ -9,8 +9,10 @@ import pandas as pd
 import streamlit as st
 
 from dashboard.headline import style_name
-from dashboard.parts import NOTHING, csv_button, local_times, shown_number, viewer_zone
+from dashboard.parts import NOTHING, csv_button, escape, local_times, shown_number, viewer_zone
 from dashboard.queries import StoreReader
+
+QUESTION_CHARS = 200  # of a question that are shown above its answers
 
 
 def show(reader: StoreReader, options: argparse.Namespace) -> None:
@@ -114,7 +116,8 @@ def _side_by_side(reader: StoreReader, one: int, two: int) -> None:
         "version, so each side shows the answer of the version nearest to the chosen one."
     )
     for row in same.answers.itertuples():
-        st.markdown(f"**{_escape(row.question)}**")
+        question = " ".join(row.question.split())
+        st.markdown(f"**{escape(question[:QUESTION_CHARS])}**")
         left, right = st.columns(2)
         with left:
             _answer(row.rollout_one, row.version_one, row.style_one, row.reward_one, row.answer_one)
@@ -128,15 +131,9 @@ def _answer(rollout: int, version: int, style: Any, reward: Any, answer: str) ->
         st.text(answer or "(deleted)")
         seen = style_name(style) if isinstance(style, str) else "not judged"
         st.caption(
-            f"version {version:,}, rollout {rollout:,}; style seen: {seen}, reward "
+            f"version {version:,}, rollout {rollout:,}; style seen: {escape(seen)}, reward "
             f"{shown_number(reward, '.2f')}"
         )
-
-
-def _escape(text: str) -> str:
-    """As one line of markdown that means only itself."""
-    flat = " ".join(text.split())[:200]
-    return "".join(f"\\{char}" if char in "\\`*_[]{}()#+-.!|<>~$:" else char for char in flat)
 
 
 def _details(data: dict[str, Any]) -> str:

@@ -121,6 +121,7 @@ class FakeService:
         self.url = url
         self.key: str | None = None
         self.paused = False
+        self.reason = "operator"
         self.told: list[tuple[str, str, Any]] = []
         self.refuse: tuple[int, dict[str, Any]] | None = None
 
@@ -147,7 +148,7 @@ class FakeService:
             "weight_version": 12,
             "serving_version": 12,
             "paused": self.paused,
-            "pause_reason": "operator",
+            "pause_reason": self.reason,
         }
 
 

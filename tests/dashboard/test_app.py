@@ -1,5 +1,6 @@
 """Every page in every state, by streamlit's own test harness."""
 
+import re
 import sqlite3
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from online_sao.errors import StoreError
-from online_sao.types import Preference, RolloutState
+from online_sao.types import Preference, RolloutState, StoredVerdict, WeightSpan
 
 APP = Path(__file__).parents[2] / "dashboard" / "app.py"
 PAGES = ["Live", "Learning health", "Rollouts", "Versions", "Controls"]
@@ -35,10 +36,18 @@ def ran(test):
     return test
 
 
+READ_AS_MARKDOWN = ("markdown", "caption", "info", "success", "warning", "error")
+
+
 def words(test):
     """All text on the page."""
-    kinds = ("markdown", "caption", "info", "success", "warning", "error", "text", "html")
-    return "\n".join(str(element.value) for kind in kinds for element in getattr(test, kind))
+    kinds = (*READ_AS_MARKDOWN, "text", "html")
+    return "\n".join(shown(element) for kind in kinds for element in getattr(test, kind))
+
+
+def shown(element):
+    """What a reader sees: without what keeps the text from being read as markdown."""
+    return re.sub(r"\\([!-/:-@\[-`{-~])|\u2060", r"\1", str(element.value))
 
 
 def charts_on(test):
@@ -59,7 +68,7 @@ def choice(test, label):
 @pytest.mark.parametrize("page", PAGES)
 def test_no_store_yet(open_page, tmp_path, page):
     test = open_page(page, f"sqlite:///{tmp_path}/store.sqlite")
-    assert "There is no store at" in test.info[0].value
+    assert "There is no store at" in shown(test.info[0])
     assert not list(tmp_path.iterdir())
 
 
@@ -100,7 +109,7 @@ def test_a_store_that_is_no_database(open_page, tmp_path, page):
     path = tmp_path / "notes.txt"
     path.write_text("only notes " * 1000)
     test = open_page(page, f"sqlite:///{path}")
-    assert "is not an SQLite database" in test.error[0].value
+    assert "is not an SQLite database" in shown(test.error[0])
 
 
 @pytest.fixture
@@ -120,7 +129,7 @@ def locked(small, monkeypatch):
 @pytest.mark.parametrize("page", PAGES)
 def test_a_locked_store_is_said(open_page, locked, page):
     (error,) = open_page(page, locked).error
-    assert "is locked by another process for too long" in error.value
+    assert "is locked by another process for too long" in shown(error)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -151,7 +160,7 @@ def test_a_store_that_fails_in_the_middle(open_page, small, monkeypatch):
         raise StoreError("The store is locked.")
 
     monkeypatch.setattr("dashboard.queries.StoreReader.situation", fail)
-    assert [e.value for e in open_page("Live", small.url).error] == ["The store is locked."]
+    assert [shown(e) for e in open_page("Live", small.url).error] == ["The store is locked."]
 
 
 def test_a_url_that_is_none(open_page):
@@ -174,8 +183,85 @@ def test_the_page_follows_a_store_that_is_being_written(open_page, small, servic
     ran(test.run())
     assert "Adapting to Classical" in words(test)
     assert "no reward yet in 1 answer; a switch usually takes some dozens" in words(test)
-    assert "Adapting to Classical" in test.info[0].value  # no good news
+    assert "Adapting to Classical" in shown(test.info[0])  # no good news
     assert "Reward, 1 answer since" in [tile.label for tile in test.metric]
+
+
+# ---- what others wrote
+
+NASTY = "![x](http://evil.example/x.png) www.evil.example"
+
+
+def read_as_markdown(test):
+    """Everything on the page that streamlit reads as markdown."""
+    found = [element.value for kind in READ_AS_MARKDOWN for element in getattr(test, kind)]
+    for tile in test.metric:
+        found += [tile.label, tile.value, tile.delta, tile.proto.help]
+    found += [box.label for box in test.expander]
+    return [str(text) for text in found]
+
+
+@pytest.fixture
+def nasty_store(small):
+    """Wherever a client, a judge or an operator may write what he likes, he did."""
+    epoch = small.begin()
+    small.store.set_preference(Preference(NASTY, (NASTY, "cute"), NASTY), 0)
+    asked = [{"role": NASTY, "content": NASTY}]
+    fields = {"messages": asked, "answer": NASTY, "session_id": NASTY, "finish_reason": NASTY}
+    small.add("a", seen=NASTY, **fields)
+    small.train(epoch, 1, 0.5, **{"policy/entropy": 0.4})
+    small.add("b", seen=NASTY, weight_spans=(WeightSpan(1, 0, 3),), **fields)
+    small.train(epoch, 2, 0.5, **{"policy/entropy": 0.4})
+    small.add("c", state=RolloutState.EXCLUDED, reason=NASTY, **fields)
+    verdict = StoredVerdict(None, None, 1.0, rationale=NASTY, model=NASTY, source=NASTY, raw=NASTY)
+    small.store.set_verdict("c", verdict)
+    small.store.add_event("error", {"what": NASTY})
+    small.store.add_event("pause", {"reason": NASTY})
+    return small.url
+
+
+@pytest.mark.parametrize(
+    ("page", "query", "times"),
+    [
+        ("Live", {}, 3),  # the pause, the warning, the preferred style
+        ("Learning health", {}, 0),
+        ("Rollouts", {"rollout": 1}, 6),  # role, question, answer, three facts
+        ("Rollouts", {"rollout": 3}, 9),  # and the reason, who judged, what for
+        ("Versions", {}, 5),  # a question, two answers and their styles
+        ("Controls", {}, 1),  # the pause
+    ],
+)
+def test_nothing_that_others_wrote_is_read_as_markdown(
+    open_page, nasty_store, service, page, query, times
+):
+    service.paused, service.reason = True, NASTY
+    test = open_page(page, nasty_store, service.url, **query)
+    for text in read_as_markdown(test):
+        assert "![x](" not in text
+        assert "http://evil" not in text
+        assert "www.evil" not in text
+    seen = "\n".join([words(test), *map(shown, test.metric)])
+    assert seen.count(NASTY) >= times
+
+
+def test_nor_is_it_in_a_question_or_an_answer_of_the_service(open_page, nasty_store, service):
+    service.refuse = (409, {"error": {"message": NASTY}})
+    test = open_page("Controls", nasty_store, service.url)
+    button(test, "Switch the preference").click()
+    ran(test.run())
+    assert f"Reward {NASTY} (of " in words(test)
+    assert not any("![x](" in text for text in read_as_markdown(test))
+    button(test, "Yes").click()
+    ran(test.run())
+    assert f"refused (409): {NASTY}" in shown(test.error[0])
+    assert not any("![x](" in text for text in read_as_markdown(test))
+
+
+def test_a_session_is_copied_as_it_was_recorded(open_page, small):
+    small.begin()
+    small.add("a", session_id="me@home.example:http://x_y")
+    facts = [text.value for text in open_page("Rollouts", small.url).text]
+    assert any("session me@home.example:http://x_y\n" in text for text in facts)
 
 
 # ---- live
@@ -183,7 +269,7 @@ def test_the_page_follows_a_store_that_is_being_written(open_page, small, servic
 
 def test_the_live_page_tells_the_operator_what_is_going_on(open_page, shift_url, service):
     test = open_page("Live", shift_url, service.url)
-    assert test.success[0].value.startswith("**Settled on Classical after ")
+    assert shown(test.success[0]).startswith("**Settled on Classical after ")
     tiles = {metric.label: metric.value for metric in test.metric}
     (preferred,) = [label for label in tiles if label.startswith("Preferred since ")]
     assert tiles[preferred] == "Classical"
@@ -204,8 +290,20 @@ def test_the_live_page_tells_the_operator_what_is_going_on(open_page, shift_url,
 
 def test_a_service_that_is_down_is_said(open_page, shift_url):
     test = open_page("Live", shift_url)
-    assert "The service does not answer" in test.warning[0].value
+    assert "The service does not answer" in shown(test.warning[0])
     assert charts_on(test) == 3
+
+
+def test_a_url_that_cannot_be_one_is_said_and_no_service_is_called_down(open_page, small):
+    small.begin()
+    for page in PAGES:
+        test = open_page(page, small.url, "http://h:80a")
+        if page in ("Live", "Controls"):  # the others do not ask the service
+            said = "http://h:80a is no address of a service (Invalid port: '80a')"
+            assert said in shown(test.warning[0]), page
+            assert "does not answer" not in words(test)
+    live = open_page("Live", small.url, "http://h:80a")
+    assert {tile.label: tile.value for tile in live.metric}["Service"] == "unknown"
 
 
 def test_a_pause_and_a_warning_stand_on_top(open_page, small, service):
@@ -214,9 +312,9 @@ def test_a_pause_and_a_warning_stand_on_top(open_page, small, service):
     small.store.add_event("error", {"what": "The disk is full."})
     small.store.add_event("pause", {"reason": "guard: entropy"})
     (box,) = open_page("Live", small.url, service.url).warning
-    assert "Learning is paused since" in box.value
-    assert "(guard: entropy)" in box.value
-    assert "Last warning: The disk is full." in box.value
+    assert "Learning is paused since" in shown(box)
+    assert "(guard: entropy)" in shown(box)
+    assert "Last warning: The disk is full." in shown(box)
 
 
 def test_a_figure_beyond_its_bound_stands_on_top_with_what_to_do(open_page, small, service):
@@ -225,7 +323,7 @@ def test_a_figure_beyond_its_bound_stands_on_top_with_what_to_do(open_page, smal
         small.add(f"a{number}", seen="cute")
         small.train(epoch, number + 1, 0.5, **{"policy/entropy": 0.001, "policy/kl_to_start": 0.1})
     test = open_page("Live", small.url, service.url)
-    assert "Entropy is 0.001 nats per token (at least 0.02 is well)" in test.warning[0].value
+    assert "Entropy is 0.001 nats per token (at least 0.02 is well)" in shown(test.warning[0])
     assert {m.label: m.value for m in test.metric}["Learning machinery"] == "needs a look"
     (line,) = test.expander
     assert "1 of 2 figures inside their bounds, 5 not measured" in line.label
@@ -247,7 +345,7 @@ def test_a_reward_that_stays_low_is_no_fault_of_the_machinery(open_page, small, 
         if number < 20:
             small.train(epoch, number + 1, 0.5, **{"policy/entropy": 0.4})
     test = open_page("Live", small.url, service.url)
-    assert "After 150 answers the reward is still low" in test.warning[0].value
+    assert "After 150 answers the reward is still low" in shown(test.warning[0])
     tiles = {metric.label: metric.value for metric in test.metric}
     assert tiles["Learning machinery"] == "healthy"
     assert (tiles["Reward, last 40"], tiles["Quality, last 40"]) == ("0.00", "100%")
@@ -340,7 +438,7 @@ def test_a_rollout_that_does_not_exist(open_page, small):
     small.begin()
     small.add("a")
     test = open_page("Rollouts", small.url, rollout=99)
-    assert test.warning[0].value == "There is no rollout 99."
+    assert shown(test.warning[0]) == "There is no rollout 99."
 
 
 def test_filters_and_paging(open_page, shift_url):
@@ -414,7 +512,7 @@ def test_each_control_asks_once_and_says_what_happened(controls, service, label,
     button(controls, "Yes").click()
     ran(controls.run())
     assert service.told == [told]
-    assert said in controls.success[0].value
+    assert said in shown(controls.success[0])
     assert "Yes" not in [b.label for b in controls.button]
     ran(controls.run())
     assert service.told == [told]
@@ -430,7 +528,7 @@ def test_a_switch_of_the_preference(controls, service):
     ran(controls.run())
     body = {"style": "classical", "pool": ["cute", "classical"], "note": "try it"}
     assert service.told == [("PUT", "/v1/preference", body)]
-    assert "Classical is preferred since" in controls.success[0].value
+    assert "Classical is preferred since" in shown(controls.success[0])
 
 
 def test_a_style_outside_the_pool_is_not_sent(controls, service):
@@ -438,7 +536,7 @@ def test_a_style_outside_the_pool_is_not_sent(controls, service):
     controls.selectbox(key="style").set_value("classical")
     button(controls, "Switch the preference").click()
     ran(controls.run())
-    assert "must be one of those the judge tells apart" in controls.error[0].value
+    assert "must be one of those the judge tells apart" in shown(controls.error[0])
     assert service.told == []
 
 
@@ -448,7 +546,7 @@ def test_cancel_changes_nothing(controls, service):
     button(controls, "Cancel").click()
     ran(controls.run())
     assert service.told == []
-    assert controls.success[0].value == "Nothing was changed."
+    assert shown(controls.success[0]) == "Nothing was changed."
 
 
 def test_a_refusal_is_shown_in_the_services_words(controls, service):
@@ -457,7 +555,7 @@ def test_a_refusal_is_shown_in_the_services_words(controls, service):
     ran(controls.run())
     button(controls, "Yes").click()
     ran(controls.run())
-    assert "Version 0 has no retained checkpoint." in controls.error[0].value
+    assert "Version 0 has no retained checkpoint." in shown(controls.error[0])
 
 
 def test_a_service_that_cannot_pin_is_said(controls, service):
@@ -466,7 +564,7 @@ def test_a_service_that_cannot_pin_is_said(controls, service):
     ran(controls.run())
     button(controls, "Yes").click()
     ran(controls.run())
-    assert "it is older than this dashboard" in controls.error[0].value
+    assert "it is older than this dashboard" in shown(controls.error[0])
 
 
 def test_what_is_pinned_can_be_unpinned(open_page, small, service):
@@ -481,7 +579,7 @@ def test_what_is_pinned_can_be_unpinned(open_page, small, service):
     button(test, "Yes").click()
     ran(test.run())
     assert service.told == [("POST", "/v1/learning/unpin", {"version": 0})]
-    assert "Version 0 is no longer pinned since" in test.success[0].value
+    assert "Version 0 is no longer pinned since" in shown(test.success[0])
 
 
 def test_versions_to_go_back_to_say_when_they_were_made(open_page, small, service):
@@ -506,7 +604,7 @@ def test_the_version_that_serves_is_none_to_go_back_to(open_page, small, service
 def test_the_key_is_asked_for_and_used(controls, service):
     service.key = "admin"
     ran(controls.run())
-    assert "refused the key" in controls.warning[0].value
+    assert "refused the key" in shown(controls.warning[0])
     assert button(controls, "Pause learning").disabled
     controls.text_input(key="admin_key").set_value("admin")
     ran(controls.run())
@@ -514,7 +612,15 @@ def test_the_key_is_asked_for_and_used(controls, service):
     assert "**Now:** learning is on, version 12 serves." in words(controls)
 
 
+def test_a_key_that_no_request_can_carry_is_said(controls, service):
+    controls.text_input(key="admin_key").set_value("schlüssel")
+    ran(controls.run())
+    assert "The admin key has characters that no request can carry" in shown(controls.warning[0])
+    assert button(controls, "Pause learning").disabled
+    assert service.told == []
+
+
 def test_controls_are_off_while_the_service_is_down(open_page, shift_url):
     test = open_page("Controls", shift_url)
-    assert "cannot be reached" in test.warning[0].value
+    assert "cannot be reached" in shown(test.warning[0])
     assert all(b.disabled for b in test.button)
