@@ -6,7 +6,7 @@ apart), and lines that are not styles differ by dashes too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 import altair as alt
@@ -218,11 +218,16 @@ def value_chart(
 
 
 def runs_chart(
-    rewards: pd.DataFrame, phases: Sequence[Phase], last: int, styles: Sequence[str], window: int
+    rewards: pd.DataFrame,
+    phases: Sequence[Phase],
+    last: int,
+    styles: Sequence[str],
+    window: int,
+    apart: Collection[str] = (),
 ) -> alt.LayerChart:
     """Rolling mean reward of several runs: a thin line a run, a thick one a preset's mean.
 
-    `rewards`: columns preset, seed, rollout, reward.
+    `rewards`: columns preset, seed, run, rollout, reward. `apart`: presets without a mean.
     """
     presets = list(dict.fromkeys(rewards["preset"]))
     band = bands(phases, 1, last)
@@ -248,11 +253,12 @@ def runs_chart(
             x=_rollout_axis(1, last),
             y=alt.Y("reward:Q", scale=y_scale, axis=axis),
             color=alt.Color("preset:N", scale=palette, legend=_legend(lines=True)),
-            detail="seed:N",
-            tooltip=[*tips, alt.Tooltip("seed:N")],
+            detail="run:N",  # not its seed: another run may have the same
+            tooltip=[*tips, alt.Tooltip("seed:N"), alt.Tooltip("run:N")],
         )
     )
-    means = rewards.groupby(["preset", "rollout"], as_index=False)["reward"].mean()
+    alike = rewards[~rewards["preset"].isin(list(apart))]
+    means = alike.groupby(["preset", "rollout"], as_index=False)["reward"].mean()
     mean = (
         alt.Chart(means)
         .mark_line(strokeWidth=3)

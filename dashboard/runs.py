@@ -14,10 +14,13 @@ import pandas as pd
 
 from dashboard.queries import Phase
 from online_sao.errors import ScenarioError
-from online_sao.scenario import Results, mark_text
+from online_sao.scenario import Results, Scenario, mark_text
 
 DEPTH = 3  # folders below the given one that are looked into
 STEP = 10  # rollouts in a group of style shares
+# What runs must share to be set against each other, by its name in a summary. This and the
+# settings, of one preset's runs, is what scenarios/compare.py asks too.
+MADE_ALIKE = {"method_version": "code version", "lag": "lag", "judge": "judge"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,22 @@ class Summary:
     complete: bool
     changed: float  # when summary.json was written, seconds since the epoch
     data: dict[str, Any]
+
+    @property
+    def group(self) -> str:
+        """The folder that the run's own folder lies in, from the place that was searched."""
+        return self.name.rpartition("/")[0] or "."
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """What stands against taking a number of runs together."""
+
+    presets: dict[str, str]  # those whose runs may not be averaged, and why
+    between: str  # why the presets cannot be set against each other; empty if they can
+
+    def __bool__(self) -> bool:
+        return bool(self.presets or self.between)
 
 
 def find_runs(place: str | Path) -> tuple[list[Summary], list[str]]:
@@ -97,6 +116,58 @@ def runs_table(runs: Sequence[Summary]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def unlike(runs: Sequence[Summary]) -> Unlike:
+    """What differs between runs of one scenario, and where there are two of one seed."""
+    presets, named = {}, set[str]()
+    for preset in dict.fromkeys(run.preset for run in runs):
+        mine = [run for run in runs if run.preset == preset]
+        differing = _differing(mine)
+        named.update(differing)
+        # Older folders, and those of live runs, do not tell their settings.
+        if len({run.data.get("settings_id") for run in mine} - {None}) > 1:
+            differing.append("settings")
+        why = [f"they differ in {_listed(differing)}"] if differing else []
+        for seed in sorted({run.seed for run in mine}):
+            same = [run.name for run in mine if run.seed == seed]
+            if len(same) > 1:
+                why.append(f"{_listed(same)} have the same seed {seed}")
+        if why:
+            presets[preset] = "; ".join(why)
+    between = [what for what in _differing(runs) if what not in named]
+    return Unlike(presets, f"they differ in {_listed(between)}" if between else "")
+
+
+def _differing(runs: Sequence[Summary]) -> list[str]:
+    """What of MADE_ALIKE and of the definition is not the same in all."""
+    found = _not_the_same(
+        [{what: run.data.get(name) for name, what in MADE_ALIKE.items()} for run in runs]
+    )
+    parts = _not_the_same([_definition(run) for run in runs])
+    return [*found, f"definition ({', '.join(parts)})"] if parts else found
+
+
+def _not_the_same(tables: Sequence[dict[str, Any]]) -> list[str]:
+    names = dict.fromkeys(name for table in tables for name in table)
+    return [
+        name
+        for name in names
+        if len({json.dumps(table.get(name), sort_keys=True) for table in tables}) > 1
+    ]
+
+
+def _definition(run: Summary) -> dict[str, Any]:
+    """All that the scenario says but its seed and its claim, with today's defaults."""
+    try:
+        scenario = Scenario.model_validate(run.data.get("definition"))
+    except ValueError:  # what is wrong is said when the run's results are read
+        return {}
+    return scenario.model_dump(mode="json", by_alias=True, exclude={"seed", "claim"})
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
 def same_phases(results: Sequence[Results]) -> None:
     """ScenarioError unless all went through the same phases, so that one axis fits them."""
     for other in results[1:]:
@@ -123,7 +194,10 @@ def phases_of(results: Results) -> list[Phase]:
 
 
 def rolling_rewards(results: Sequence[Results], window: int) -> pd.DataFrame:
-    """Mean reward of a phase's last `window` rollouts: columns preset, seed, rollout, reward."""
+    """Mean reward of a phase's last `window` rollouts.
+
+    Columns preset, seed, run (its folder), rollout, reward.
+    """
     tables = []
     for run in results:
         table = _rows(run)
@@ -134,12 +208,13 @@ def rolling_rewards(results: Sequence[Results], window: int) -> pd.DataFrame:
                 {
                     "preset": run.preset,
                     "seed": run.seed,
+                    "run": str(run.folder),
                     "rollout": table["index"],
                     "reward": rolling.droplevel(0),
                 }
             ).drop_duplicates("rollout", keep="last")
         )
-    columns = ["preset", "seed", "rollout", "reward"]
+    columns = ["preset", "seed", "run", "rollout", "reward"]
     return pd.concat(tables).dropna() if tables else pd.DataFrame(columns=columns)
 
 

@@ -167,6 +167,24 @@ def test_held_out_rounds_without_a_verdict_are_left_out():
     assert [row["version"] for row in marks] == [60]
 
 
+def test_each_run_is_a_line_and_only_like_ones_have_a_mean():
+    rows = [
+        ("sao", 0, "a/sao", 1, 0.2),
+        ("sao", 0, "b/sao", 1, 0.8),  # the same preset and seed
+        ("rm", 0, "a/rm", 1, 0.1),
+        ("rm", 1, "b/rm", 1, 0.3),
+    ]
+    table = pd.DataFrame(rows, columns=["preset", "seed", "run", "rollout", "reward"])
+    drawn = charts.runs_chart(table, [phase("cute", 1)], 10, ["cute"], 5, ["sao"]).to_dict()
+    single, mean = (layer for layer in drawn["layer"] if layer["mark"]["type"] == "line")
+    assert single["encoding"]["detail"]["field"] == "run"
+    assert len(drawn["datasets"][single["data"]["name"]]) == 4
+    means = drawn["datasets"][mean["data"]["name"]]
+    assert means == [{"preset": "rm", "rollout": 1, "reward": pytest.approx(0.2)}]
+    drawn = charts.runs_chart(table[:2], [phase("cute", 1)], 10, ["cute"], 5, ["sao"]).to_dict()
+    assert not any(row.get("reward") == pytest.approx(0.5) for row in _rows(drawn, "reward"))
+
+
 def test_lags_are_counted():
     table = pd.DataFrame({"rollout/policy_lag_max": [0.0, 2.0, 2.0, None]})
     drawn = charts.lag_chart(table).to_dict()
