@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import io
 import itertools
 import json
@@ -21,6 +22,7 @@ import math
 import os
 import random
 import tomllib
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +30,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from online_sao.config import Config
 from online_sao.errors import ConfigError, ScenarioError
-from online_sao.writing import Topics, build_messages, load_topics, topic_stream
+from online_sao.writing import DATA, Topics, build_messages, load_topics, topic_stream
 
 __all__ = [
     "Audience",
@@ -43,6 +53,7 @@ __all__ = [
     "Results",
     "Scenario",
     "Thresholds",
+    "differing_settings",
     "heldout_requests",
     "load_scenario",
     "prompt_stream",
@@ -50,6 +61,7 @@ __all__ = [
     "rollout_row",
     "rollouts_to_mark",
     "summarize",
+    "topics_of",
     "write_results",
 ]
 
@@ -143,6 +155,8 @@ class Scenario(_Section):
     """What a run of this is meant to show."""
     topics: str = "writing"
     """A shipped topic set, or a TOML file beside the definition."""
+    topics_hash: str | None = None
+    """Of that file's content, taken by load_scenario; None: a shipped set, or older results."""
     seed: int = 0
     max_tokens: int = Field(56, ge=1)
     temperature: float = Field(1.0, ge=0)
@@ -163,6 +177,15 @@ class Scenario(_Section):
         if len(set(names)) < len(names):
             raise ValueError("two phases have the same name")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_an_unset_hash(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A definition without a topics file is stored as it was before there was a hash, so
+        that live runs begun then go on."""
+        data: dict[str, Any] = serialize(self)
+        if data["topics_hash"] is None:
+            del data["topics_hash"]
+        return data
 
     @property
     def final_answers(self) -> int:
@@ -222,9 +245,76 @@ def load_scenario(path: str | Path) -> Scenario:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScenarioError(f"The scenario {path} is not valid TOML: {error}.") from None
     topics = data.get("topics", "writing")
-    if isinstance(topics, str) and (path.parent / topics).is_file():
-        data["topics"] = str(path.parent / topics)
-    return _validated(data, str(path))
+    if isinstance(topics, str) and (file := _topics_file(topics, path.parent)):
+        # Its whole path: results are read, and runs go on, wherever one stands then.
+        data["topics"] = str(file)
+        data["topics_hash"] = _content_hash(file)
+    scenario = _validated(data, str(path))
+    _check_offers(scenario, str(path))
+    return scenario
+
+
+def _topics_file(topics: str, folder: Path) -> Path | None:
+    """The file that `topics` names in a definition of `folder`; None for a shipped set."""
+    shipped = (DATA / f"{topics}.toml").is_file()
+    places = [folder / topics] if shipped else [folder / topics, Path(topics).expanduser()]
+    return next((place.resolve() for place in places if place.is_file()), None)
+
+
+def _content_hash(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise ScenarioError(f"The topics file {file} cannot be read: {error.strerror}.") from None
+
+
+def topics_of(scenario: Scenario) -> Topics:
+    """What a run of `scenario` asks about.
+
+    Raises ScenarioError when its topics file is gone, or was changed after the definition was
+    read: the results would tell of other topics than were asked about.
+    """
+    file = Path(scenario.topics)
+    if scenario.topics_hash is not None and _content_hash(file) != scenario.topics_hash:
+        raise ScenarioError(
+            f"The topics file {file} was changed while the run went on; put it back, or begin "
+            "anew with the changed one in another folder."
+        )
+    try:
+        return load_topics(scenario.topics)
+    except ConfigError as error:
+        raise ScenarioError(str(error)) from None
+
+
+def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Dotted names in which two definitions differ, as result folders and journals store them.
+
+    A topics file counts by its content, not by where it lies; by its place only where one of
+    the two does not tell its content (older results).
+    """
+    by_content = bool(one.get("topics_hash") and other.get("topics_hash"))
+    return _differing(_comparable(one, by_content), _comparable(other, by_content))
+
+
+def _comparable(definition: Mapping[str, Any], by_content: bool) -> dict[str, Any]:
+    """With one form of what can be written in two."""
+    data = dict(definition)
+    content, place = data.pop("topics_hash", None), str(data.get("topics"))
+    # Older results tell the place from where one stood.
+    data["topics"] = content if by_content else str(Path(place).expanduser().resolve())
+    heldout = dict(data.get("heldout") or {})
+    heldout["final_answers"] = heldout.get("final_answers") or heldout.get("answers")
+    return data | {"heldout": heldout}
+
+
+def _differing(one: Any, other: Any, name: str = "") -> list[str]:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return [
+            found
+            for key in dict.fromkeys([*one, *other])
+            for found in _differing(one.get(key), other.get(key), f"{name}.{key}" if name else key)
+        ]
+    return [] if one == other else [name]
 
 
 def _validated(data: Any, where: str) -> Scenario:
@@ -238,8 +328,19 @@ def _validated(data: Any, where: str) -> Scenario:
             faults.append(f"{place}: {message}" if place else message)
         raise ScenarioError(f"Scenario refused in {where}: {'; '.join(faults)}.") from None
     try:
-        topics = load_topics(scenario.topics)
         Config.load(overrides=scenario.settings)
+    except ConfigError as error:
+        raise ScenarioError(f"Scenario refused in {where}: {error}") from None
+    return scenario
+
+
+def _check_offers(scenario: Scenario, where: str) -> None:
+    """Raises ScenarioError unless the topic set is there and has all styles on offer.
+
+    Not asked of results: their topics file may have stayed on another machine.
+    """
+    try:
+        topics = load_topics(scenario.topics)
     except ConfigError as error:
         raise ScenarioError(f"Scenario refused in {where}: {error}") from None
     for phase in scenario.phases:
@@ -249,7 +350,6 @@ def _validated(data: Any, where: str) -> Scenario:
                     f"Scenario refused in {where}: unknown style '{style}' in phase "
                     f"'{phase.name}'; topic set {topics.name} has {', '.join(topics.styles)}."
                 )
-    return scenario
 
 
 # Requests
@@ -265,7 +365,7 @@ def prompt_stream(
     """
     seed = scenario.seed if seed is None else seed
     phase = scenario.phases[phase_index]
-    topics = load_topics(scenario.topics)
+    topics = topics_of(scenario)
     subjects = topic_stream(topics.training, f"{seed}/{phase_index}")
     for position, topic in enumerate(subjects):
         if position < start:
@@ -301,7 +401,7 @@ def heldout_requests(
     """
     seed = scenario.seed if seed is None else seed
     phase = scenario.phases[phase_index]
-    topics = load_topics(scenario.topics)
+    topics = topics_of(scenario)
     listed = itertools.cycle(topics.heldout)
     requests = []
     for number, topic in zip(range(count or scenario.heldout.answers), listed, strict=False):
@@ -678,7 +778,7 @@ def read_results(folder: str | Path) -> Results:
     except FileNotFoundError as error:
         missing = Path(error.filename).name
         raise ScenarioError(f"{folder} is not a result folder: it has no {missing}.") from None
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error, csv.Error) as error:
         raise ScenarioError(f"The result folder {folder} cannot be read: {error}.") from None
     return results
 

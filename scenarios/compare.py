@@ -26,11 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 from online_sao.errors import OnlineSAOError, ScenarioError
-from online_sao.scenario import Results, has_window, read_results
+from online_sao.scenario import Results, differing_settings, has_window, read_results
 
 NEVER = math.inf
 MADE_ALIKE = {"method_version": "code", "lag": "lag", "judge": "judge"}
-"""What all runs of a comparison must share (of their summaries)."""
+"""What all runs of a comparison must share (of their summaries), beside the definition."""
+MAY_DIFFER = {"seed", "claim"}
+"""In definitions. Nothing else: `heldout.every` too says where an update is made of what waits,
+and so what was learned, and of another number of held-out answers a median says less."""
 MADE_DIFFERENTLY = {
     "start_weights": "The runs began from start weights of more than one making: the warm start is "
     "done on each machine, and rounds as its CPU does.",
@@ -65,10 +68,11 @@ def collect(places: Sequence[Path], scenario: str | None = None) -> dict[str, li
     first = finished[0]
     runs: dict[str, list[Results]] = {}
     for results in finished:
-        if results.scenario.phases != first.scenario.phases:
+        found = differing_settings(_definition(first), _definition(results))
+        if differing := [name for name in found if name not in MAY_DIFFER]:
             raise ScenarioError(
-                f"{results.folder} and {first.folder} differ in their phases; compare runs of one "
-                "definition and length."
+                f"The definitions of {results.folder} and {first.folder} differ in "
+                f"{', '.join(differing)}; compare runs of one definition and length."
             )
         for name, what in MADE_ALIKE.items():
             if results.summary.get(name) != first.summary.get(name):
@@ -94,6 +98,11 @@ def collect(places: Sequence[Path], scenario: str | None = None) -> dict[str, li
         group.sort(key=lambda results: results.seed)
     # The method itself first, then as listed.
     return dict(sorted(runs.items(), key=lambda item: (not item[0].startswith("sao"), item[0])))
+
+
+def _definition(results: Results) -> dict[str, Any]:
+    """With what an older folder does not tell, at its default."""
+    return results.scenario.model_dump(mode="json", by_alias=True)
 
 
 def _result_folders(place: Path) -> list[Path]:

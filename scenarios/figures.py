@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from online_sao.errors import ConfigError
 from online_sao.scenario import Results, Scenario, read_results
 from online_sao.writing import load_topics
 
@@ -299,7 +300,7 @@ def _draw_shares(axes: Axes, group: Sequence[Results]) -> None:
     scenario = group[0].scenario
     styles = list(dict.fromkeys(style for phase in scenario.phases for style in phase.pool))
     colors = _style_colors(styles)
-    names = load_topics(scenario.topics).styles
+    names = _style_names(scenario)
     for style in styles:
         # A style that a later pool leaves out has a line that ends there.
         for x, y in _share_pieces(group, style):
@@ -345,7 +346,7 @@ def _share_pieces(
 
 def _bands(axes: Axes, scenario: Scenario, *, small: bool = False) -> None:
     """Shade the phases in the colour of the style they prefer, and name it above."""
-    names = load_topics(scenario.topics).styles
+    names = _style_names(scenario)
     colors = _style_colors([phase.style for phase in scenario.phases])
     starts = _phase_starts(scenario)
     for phase, start in zip(scenario.phases, starts, strict=True):
@@ -368,6 +369,15 @@ def _bands(axes: Axes, scenario: Scenario, *, small: bool = False) -> None:
             fontweight="bold",
         )
     axes.set_xlim(0, starts[-1] + scenario.phases[-1].rollouts)
+
+
+def _style_names(scenario: Scenario) -> dict[str, str]:
+    """What prompts call the styles; their keys, where the topics file is not on this machine."""
+    keys = {style: style for phase in scenario.phases for style in phase.pool}
+    try:
+        return keys | dict(load_topics(scenario.topics).styles)
+    except ConfigError:
+        return keys
 
 
 def _style_colors(styles: Sequence[str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Scenario definitions, request streams, summaries and result folders."""
 
+import gzip
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from online_sao.errors import ScenarioError
 from online_sao.scenario import (
     Scenario,
+    differing_settings,
     heldout_requests,
     load_scenario,
     prompt_stream,
@@ -150,6 +152,67 @@ def test_topics_file_beside_the_definition(write, tmp_path):
     topics = {request.topic for request in take(prompt_stream(scenario, 0), 60)}
     assert "making cocoa" in topics
     assert "making tea" not in topics
+
+
+def stored(scenario: Scenario) -> dict:
+    return scenario.model_dump(mode="json", by_alias=True)
+
+
+def test_results_with_a_topics_file_are_read_from_anywhere(write, tmp_path, monkeypatch):
+    shipped = (ROOT / "online_sao" / "data" / "writing.toml").read_text()
+    (tmp_path / "mine.toml").write_text(shipped)
+    write("topics = 'mine.toml'\n" + TWO_PHASES)
+    monkeypatch.chdir(tmp_path)
+    scenario = load_scenario("scenario.toml")
+    write_results("run", scenario, [row(1, 0, 1.0)], [], preset="sao", complete=True)
+    monkeypatch.chdir("/")
+    assert read_results(tmp_path / "run").scenario == scenario
+    assert next(prompt_stream(scenario, 0)).topic in TOPICS.training
+    (tmp_path / "mine.toml").unlink()  # as where only the results were copied to
+    assert read_results(tmp_path / "run").scenario == scenario
+    with pytest.raises(ScenarioError, match=r"mine\.toml cannot be read"):
+        next(prompt_stream(scenario, 0))
+
+
+def test_topics_are_compared_by_content(write, tmp_path, monkeypatch):
+    shipped = (ROOT / "online_sao" / "data" / "writing.toml").read_text()
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.toml").write_text(shipped)
+    monkeypatch.chdir(tmp_path)
+    here, there = (
+        load_scenario(write(f"topics = '{folder}/mine.toml'\n" + TWO_PHASES))
+        for folder in ("here", "there")
+    )
+    assert here.topics != there.topics
+    assert differing_settings(stored(here), stored(there)) == []
+    # Older results tell the place alone, from where one stood.
+    older = stored(here) | {"topics": "here/mine.toml"}
+    del older["topics_hash"]
+    assert differing_settings(older, stored(here)) == []
+    assert differing_settings(older, stored(there)) == ["topics"]
+    (tmp_path / "here" / "mine.toml").write_text(shipped.replace("making tea", "making cocoa"))
+    edited = load_scenario(write("topics = 'here/mine.toml'\n" + TWO_PHASES))
+    assert differing_settings(stored(edited), stored(here)) == ["topics"]
+    # What was edited meanwhile is not asked about in the name of what was read.
+    with pytest.raises(ScenarioError, match="was changed while the run went on"):
+        next(prompt_stream(here, 0))
+    with pytest.raises(ScenarioError, match="was changed while the run went on"):
+        heldout_requests(here, 0)
+    assert next(prompt_stream(edited, 0)).topic
+
+
+def test_differing_settings_are_named(two):
+    other = two.model_dump(mode="json", by_alias=True)
+    other["thresholds"]["mark"] = 0.5
+    other["delay"] = {"min_rollouts": 0, "max_rollouts": 1}
+    other["settings"] = {"learner.gamma": 0.5}
+    other["phase"][0]["rollouts"] = 7
+    names = ["delay", "phase", "settings.learner.gamma", "thresholds.mark"]
+    assert sorted(differing_settings(stored(two), other)) == names
+    assert differing_settings(stored(two), stored(two.replace(seed=9))) == ["seed"]
+    assert differing_settings(stored(two), stored(two.replace(final_answers=5))) == []
+    assert "topics_hash" not in stored(two)  # as it was stored before there was one
 
 
 def test_replace_changes_what_is_asked_and_nothing_else(two):
@@ -464,6 +527,7 @@ def test_folders_that_hold_no_results(two, tmp_path):
     write_results(tmp_path, two, [row(1, 0, 1.0)], [], preset="sao", complete=True)
     for name, content in (
         ("rollouts.csv.gz", b"no gzip"),
+        ("rollouts.csv.gz", gzip.compress(b"index")[:10] + b"\xff" * 40),  # damaged inside
         ("summary.json", b"{"),
         ("summary.json", b"{}"),
     ):

@@ -163,7 +163,7 @@ def test_what_cannot_be_compared(runs, tmp_path):
         collect([runs, tmp_path / "again"])
     longer = SCENARIO.replace(phase_rollouts=21)
     make_run(tmp_path / "longer", "sao", 7, (1, 1), scenario=longer)
-    with pytest.raises(ScenarioError, match="differ in their phases"):
+    with pytest.raises(ScenarioError, match="differ in phase; compare runs of one definition"):
         collect([runs, tmp_path / "longer"])
     for name, what in (("method_version", "code"), ("lag", "lag"), ("judge", "judge")):
         made = make_run(tmp_path / name, "sao", 7, (1, 1), **{name: "another"})
@@ -177,6 +177,47 @@ def test_what_cannot_be_compared(runs, tmp_path):
     make_run(tmp_path / "cut", "sao", 7, (1, 1), complete=False)
     with pytest.raises(ScenarioError, match="None of the 1 runs of two is finished"):
         collect([tmp_path / "cut"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"thresholds": {"window": 10, "mark": 0.5}}, "thresholds.window, thresholds.mark"),
+        ({"heldout": {"every": 10}}, "heldout.every"),
+        ({"heldout": {"final_answers": 100}}, "heldout.final_answers"),
+        ({"max_tokens": 20}, "max_tokens"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"topics": "/elsewhere/mine.toml", "topics_hash": "1"}, "topics"),
+        ({"delay": {"max_rollouts": 5}}, "delay"),
+        ({"settings": {"learner.gamma": 0.5}}, "settings.learner.gamma"),
+        ({"concurrency": 8, "max_in_flight": 8}, "concurrency, max_in_flight"),
+    ],
+)
+def test_runs_of_other_definitions_are_not_pooled(tmp_path, changes, named):
+    make_run(tmp_path / "a", "sao", 0, (0, 0))
+    other = Scenario.model_validate(SCENARIO.model_dump(by_alias=True) | changes)
+    make_run(tmp_path / "b", "sao", 1, (0, 0), scenario=other)
+    with pytest.raises(ScenarioError, match=f"differ in {named}; compare"):
+        collect([tmp_path])
+
+
+def test_seed_and_claim_are_no_part_of_what_is_compared(tmp_path):
+    make_run(tmp_path / "a", "sao", 0, (0, 0))
+    said = {"claim": "Said otherwise.", "heldout": {"final_answers": 24}}  # as `answers` is
+    other = Scenario.model_validate(SCENARIO.model_dump(by_alias=True) | said)
+    make_run(tmp_path / "b", "sao", 1, (0, 0), scenario=other)
+    assert [results.seed for results in collect([tmp_path])["sao"]] == [0, 1]
+
+
+def test_runs_whose_topics_file_is_elsewhere_are_compared(call, tmp_path):
+    """The same content at two places, neither of which is on this machine."""
+    for seed in (0, 1):
+        topics = {"topics": f"/machine-{seed}/mine.toml", "topics_hash": "1"}
+        scenario = Scenario.model_validate(SCENARIO.model_dump(by_alias=True) | topics)
+        make_run(tmp_path / "runs" / str(seed), "sao", seed, (1, 1), scenario=scenario)
+    code, _, err = call("compare.py", tmp_path / "runs", "--out", tmp_path / "compared")
+    assert (code, err) == (0, "")
+    assert (tmp_path / "compared" / "figure_5a.png").exists()
 
 
 def test_the_command(run, runs, tmp_path):
