@@ -1,9 +1,7 @@
 """Generated stores, a small store made by hand, and a service that only pretends."""
 
 import importlib.util
-import json
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -114,71 +112,11 @@ def small(tmp_path: Path) -> Iterator[Small]:
     made.store.close()
 
 
-class FakeService:
-    """Answers the routes that the dashboard asks, and remembers what it was told."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.key: str | None = None
-        self.paused = False
-        self.reason = "operator"
-        self.told: list[tuple[str, str, Any]] = []
-        self.refuse: tuple[int, dict[str, Any]] | None = None
-
-    def answer(
-        self, method: str, path: str, key: str | None, body: Any
-    ) -> tuple[int, dict[str, Any]]:
-        if path == "/health":
-            return 200, {}
-        if self.key is not None and key != f"Bearer {self.key}":
-            return 401, {"error": {"message": "wrong key"}}
-        if method != "GET":
-            self.told.append((method, path, body))
-            if self.refuse is not None:
-                return self.refuse
-        if path == "/v1/learning/pause":
-            self.paused = True
-        if path == "/v1/learning/resume":
-            self.paused = False
-        if path == "/v1/learning/rollback":
-            return 200, {"version": 77}
-        if path == "/v1/learning/checkpoint":
-            return 200, {"version": 12}
-        return 200, {
-            "weight_version": 12,
-            "serving_version": 12,
-            "paused": self.paused,
-            "pause_reason": self.reason,
-        }
-
-
 @pytest.fixture
-def service() -> Iterator[FakeService]:
-    class Handler(BaseHTTPRequestHandler):
-        def handle_any(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
-            status, data = fake.answer(
-                self.command, self.path, self.headers.get("Authorization"), body
-            )
-            text = json.dumps(data).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        do_GET = do_POST = do_PUT = handle_any
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    fake = FakeService(f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    yield fake
-    server.shutdown()
-    server.server_close()
+def service() -> Iterator[Any]:
+    pretending = _load(Path(__file__).with_name("fake_service.py"))
+    with pretending.served(pretending.FakeService()) as fake:
+        yield fake
 
 
 @pytest.fixture
