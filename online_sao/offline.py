@@ -13,12 +13,14 @@ wherever the number of threads is the same (`learner.threads`, by default one pe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import heapq
 import itertools
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -44,16 +46,19 @@ from online_sao.prepare import model_hash, resolve_model
 from online_sao.scenario import (
     Request,
     Scenario,
+    differing_settings,
     heldout_requests,
     prompt_stream,
     rollout_row,
+    topics_of,
     write_results,
 )
 from online_sao.types import Rollout, RolloutState
-from online_sao.writing import load_topics, pretraining_prompts
+from online_sao.writing import pretraining_prompts
 
 JOURNAL = "journal.json"
 CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
 METHOD = (
     "online_sao/algorithm/*.py",
     "online_sao/learner/batch.py",
@@ -86,6 +91,36 @@ def method_version() -> str:
     return digest.hexdigest()[:12]
 
 
+@contextlib.contextmanager
+def only_here(folder: Path) -> Iterator[None]:
+    """Keeps a run's other starts out of its folder: they would prune one another's checkpoints.
+
+    Raises ScenarioError when another process works there. An error within leaves the lock's file
+    for the next start.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / LOCK)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ScenarioError(
+            f"Another process works in {folder}; wait until it has ended, or end it, then give "
+            "the same command again."
+        ) from None
+    except OSError as error:
+        raise ScenarioError(
+            f"{folder} cannot be written ({error.strerror}); choose another folder with --out."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+    # Finished: whoever comes between finds nothing to do, so that two locks do no harm.
+    (folder / LOCK).unlink(missing_ok=True)
+
+
 def is_finished(config: Config, scenario: Scenario, folder: Path, lag: int) -> bool:
     """Whether `folder` holds just this run, finished.
 
@@ -103,18 +138,19 @@ def is_finished(config: Config, scenario: Scenario, folder: Path, lag: int) -> b
     wanted = {
         "settings": run.id,
         "judge": judge_identity(config),
-        "definition": scenario.model_dump(mode="json", by_alias=True),
         "lag": max(1, lag) - 1,
         "code": method_version(),
     }
     found = {
         "settings": summary.get("run_id"),
         "judge": summary.get("judge"),
-        "definition": summary.get("definition"),
         "lag": summary.get("lag"),
         "code": summary.get("method_version"),
     }
     differing = [name for name in wanted if wanted[name] != found[name]]
+    definition = scenario.model_dump(mode="json", by_alias=True)
+    if names := differing_settings(summary.get("definition") or {}, definition):
+        differing.append(f"definition ({', '.join(names)})")
     if differing:
         raise ScenarioError(
             f"{folder} holds a finished run with another {' and another '.join(differing)}: choose "
@@ -132,7 +168,7 @@ def judge_identity(config: Config) -> dict[str, Any]:
 
 
 class OfflineRunner:
-    """One run of `scenario` with `config.learner`; results in `folder`.
+    """One run of `scenario` with `config.learner`; results in `folder`, kept by `only_here`.
 
     Raises ScenarioError when the folder holds another run.
     """
@@ -141,12 +177,16 @@ class OfflineRunner:
         self._config = config
         self._scenario = scenario
         self._folder = folder
+        self._partial_journal = folder / f".{JOURNAL}.partial"
         self._batch = max(1, lag)
         self._method_version = method_version()
         self._rows: list[dict[str, Any]] = []
         self._heldout: list[dict[str, Any]] = []
         self._answered = itertools.count()
         self._evaluations = 0
+        self._saved = 0  # rows in the journal
+        self._tried = 0  # rows when a save was last tried
+        self._said_unsaved = False
         self._version = 0
         self._earlier_s = 0.0
         self._began = time.monotonic()
@@ -186,6 +226,7 @@ class OfflineRunner:
             summary = self._write(complete=True)
             shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)
             (self._folder / JOURNAL).unlink(missing_ok=True)
+            self._partial_journal.unlink(missing_ok=True)  # of a full disk
             return summary
         except KeyboardInterrupt:
             self._write(complete=False)
@@ -213,9 +254,19 @@ class OfflineRunner:
                     del waiting[:size]
                 self._publish()
                 on_progress(self._num_requests(), total, f"{phase.name}: {self._recent():.2f}")
+                # At a border once it is evaluated; elsewhere only where all that was answered is in
+                # the rows, for a journal holds nothing else.
+                if self._is_due() and not (is_last or waiting or held_back):
+                    self._save()
             done = border
             self._evaluate(number, final=border == phase.rollouts)
             self._save()
+
+    def _is_due(self) -> bool:
+        """Whether so many rollouts came after the last save that another is worth its time (12 s
+        for the real model)."""
+        every = self._config.learner.checkpoint_every
+        return 0 < every <= len(self._rows) - self._tried
 
     def _ready(
         self,
@@ -397,6 +448,7 @@ class OfflineRunner:
                     f"{journal['version']} is lost ({error}); remove the folder to start over."
                 ) from None
             self._rows, self._heldout = journal["rows"], journal["heldout"]
+            self._saved = self._tried = len(self._rows)
             self._evaluations = journal["evaluations"]
             self._earlier_s = journal["elapsed_s"]
             self._publish()
@@ -412,7 +464,7 @@ class OfflineRunner:
             phase.pool,
             count,
             self._config.learner.seed,
-            topics=load_topics(self._scenario.topics),
+            topics=topics_of(self._scenario),
         )
         on_progress(0, total, "value pretraining")
         requests = [
@@ -448,7 +500,9 @@ class OfflineRunner:
             return None
         except ValueError:
             raise ScenarioError(f"{self._folder / JOURNAL} is damaged; remove it.") from None
-        if journal["identity"] != self._identity():
+        found, wanted = dict(journal["identity"]), self._identity()
+        definitions = found.pop("definition", {}), wanted.pop("definition")
+        if found != wanted or differing_settings(*definitions):
             raise ScenarioError(
                 f"{self._folder} holds an interrupted run of other settings or code; choose "
                 "another folder with --out, or remove it."
@@ -456,7 +510,27 @@ class OfflineRunner:
         return journal
 
     def _save(self) -> None:
-        """A point to go on from: a checkpoint and the rows up to it."""
+        """A point to go on from. Where it cannot be written the one before is kept: a full disk
+        must not cost the hours of a run, whose results are small."""
+        self._tried = len(self._rows)
+        try:
+            self._save_point()
+        except (CheckpointError, OSError) as error:
+            if not self._said_unsaved:
+                # What a CheckpointError says after its semicolon is meant for the service.
+                text = getattr(error, "strerror", None) or str(error).partition(";")[0]
+                print(
+                    f"online-sao: {self._folder}: the run could not be saved at rollout "
+                    f"{len(self._rows)} ({text.rstrip('.')}). It goes on, but if it is stopped it "
+                    f"begins again from rollout {self._saved}: free some space.",
+                    file=sys.stderr,
+                )
+            self._said_unsaved = True
+        with contextlib.suppress(ScenarioError):  # of a full disk too; at the end it is an error
+            self._write(complete=False)
+
+    def _save_point(self) -> None:
+        """A checkpoint and the rows up to it. Raises CheckpointError or OSError."""
         checkpoints = self._folder / CHECKPOINTS
         save_checkpoint(checkpoints, self._learner, self._version, self._run.id)
         journal = {
@@ -467,29 +541,35 @@ class OfflineRunner:
             "evaluations": self._evaluations,
             "elapsed_s": self._elapsed_s,
         }
-        partial = self._folder / f".{JOURNAL}.partial"
-        partial.write_text(json.dumps(journal))
-        os.replace(partial, self._folder / JOURNAL)
-        prune_checkpoints(checkpoints, keep=1, pinned=set())
-        self._write(complete=False)
+        self._partial_journal.write_text(json.dumps(journal))
+        os.replace(self._partial_journal, self._folder / JOURNAL)
+        self._saved = len(self._rows)
+        # By its version, not as the newest: a journal that could not be written leaves a newer.
+        prune_checkpoints(checkpoints, keep=0, pinned={self._version})
 
     def _write(self, *, complete: bool) -> dict[str, Any]:
-        return write_results(
-            self._folder,
-            self._scenario,
-            self._rows,
-            self._heldout,
-            preset=self._config.learner.preset,
-            complete=complete,
-            source="offline",
-            run_id=self._run.id,
-            settings_id=self._settings_id,
-            start_weights=self._start_weights,
-            dtype=[self._config.engine.dtype, self._config.learner.compute_dtype],
-            judge=judge_identity(self._config),
-            lag=self._batch - 1,
-            method_version=self._method_version,
-        )
+        try:
+            return write_results(
+                self._folder,
+                self._scenario,
+                self._rows,
+                self._heldout,
+                preset=self._config.learner.preset,
+                complete=complete,
+                source="offline",
+                run_id=self._run.id,
+                settings_id=self._settings_id,
+                start_weights=self._start_weights,
+                dtype=[self._config.engine.dtype, self._config.learner.compute_dtype],
+                judge=judge_identity(self._config),
+                lag=self._batch - 1,
+                method_version=self._method_version,
+            )
+        except OSError as error:
+            raise ScenarioError(
+                f"The results cannot be written to {self._folder} ({error.strerror}); free some "
+                "space, then the same command goes on from the last checkpoint."
+            ) from None
 
 
 def _batches(items: Iterator[Any], size: int) -> Iterator[list[Any]]:

@@ -75,6 +75,8 @@ def sweep(runs: Sequence[PlannedRun], jobs: int, tell: Callable[[str], None]) ->
                         raise KeyboardInterrupt
                     if child.process.exitcode:
                         failed.append(child.planned.folder)
+                        if child.process.exitcode < 0:  # then it could say nothing itself
+                            tell(_killed(child.planned.folder, -child.process.exitcode))
                     else:
                         tell(f"{child.planned.folder}: done")
         except KeyboardInterrupt:
@@ -90,6 +92,21 @@ def sweep(runs: Sequence[PlannedRun], jobs: int, tell: Callable[[str], None]) ->
             f"{len(failed)} of {len(runs)} runs failed, see above: "
             + ", ".join(str(folder) for folder in failed)
         )
+
+
+def _killed(folder: Path, number: int) -> str:
+    """What is said of a run that a signal has ended."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        name = f"signal {number}"
+    said = f"{folder}: the run was ended by {name}"
+    if number == signal.SIGKILL:
+        return (
+            f"{said}: memory may have run out. Give the same command again with fewer --jobs, or "
+            "with more memory free; it goes on from the last checkpoint."
+        )
+    return f"{said}. Give the same command again: it goes on from the last checkpoint."
 
 
 def _start(planned: PlannedRun, share: int, cores: list[int], bar: Any) -> _Child:
@@ -130,12 +147,13 @@ def _run(planned: PlannedRun, cores: list[int], reports: Connection) -> None:
     os.sched_setaffinity(0, cores)  # before torch and vllm count them
     warnings.simplefilter("ignore", FutureWarning)  # of the libraries, about one another
     try:
-        from online_sao.offline import OfflineRunner, is_finished
+        from online_sao.offline import OfflineRunner, is_finished, only_here
 
-        if is_finished(planned.config, planned.scenario, planned.folder, planned.lag):
-            return
-        runner = OfflineRunner(planned.config, planned.scenario, planned.folder, planned.lag)
-        runner.run(lambda *progress: reports.send(progress))
+        with only_here(planned.folder):
+            if is_finished(planned.config, planned.scenario, planned.folder, planned.lag):
+                return
+            runner = OfflineRunner(planned.config, planned.scenario, planned.folder, planned.lag)
+            runner.run(lambda *progress: reports.send(progress))
     except OnlineSAOError as error:
         print(f"online-sao: {planned.folder}: {error}", file=sys.stderr)
         sys.exit(EXIT_ERROR)

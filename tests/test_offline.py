@@ -1,8 +1,10 @@
 """The offline runner with the real engine: the same numbers twice, and going on after a stop."""
 
 import itertools
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,14 +12,19 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from judge import Verdict
 from online_sao import offline
 from online_sao.config import Config, native_dtype
 from online_sao.errors import ScenarioError
+from online_sao.learner.checkpoint import list_checkpoints
 from online_sao.learner.loop import make_run
 from online_sao.prepare import model_hash
 from online_sao.scenario import Request, load_scenario, read_results, write_results
+from online_sao.types import Rollout, WeightSpan
+from online_sao.writing import DATA
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -68,6 +75,80 @@ def scenario(tmp_path):
     path = tmp_path / "tiny.toml"
     path.write_text(SCENARIO)
     return path
+
+
+class FakeEngine:
+    """Answers that follow from the request's seed and the weights, without vLLM."""
+
+    def __init__(self, config, model, weights_dir):
+        self.version, self.weights = 0, 0.0
+
+    def load_weights(self, version, weights):
+        self.version = version
+        self.weights = sum(tensor.double().sum().item() for tensor in weights.values())
+
+    def generate(self, prompts, ids, seeds, *, max_tokens, temperature, answers_per_prompt=1):
+        rollouts = []
+        for messages, id, seed in zip(prompts, ids, seeds, strict=True):
+            chance = random.Random(f"{seed}/{self.weights}")
+            tokens = [chance.randrange(3, 500) for _ in range(6)]
+            rollouts.append(
+                Rollout(
+                    id=id,
+                    response_id=id,
+                    choice=0,
+                    prompt_token_ids=np.array([1, 45, 46], np.int32),
+                    token_ids=np.array(tokens, np.int32),
+                    behavior_logprobs=np.array([-6 - chance.random() for _ in tokens], np.float32),
+                    weight_spans=(WeightSpan(self.version, 0, len(tokens)),),
+                    temperature=temperature,
+                    messages=messages,
+                    answer=f"{tokens}",
+                    finish_reason="stop",
+                )
+            )
+        return rollouts
+
+
+class FakeJudge:
+    async def score(self, messages, answer, style, pool):
+        return Verdict(quality=1, style=random.Random(answer).randrange(2), detected_style=style)
+
+
+@pytest.fixture
+def make_runner(tiny_model, monkeypatch):
+    """An OfflineRunner with the real learner on the tiny model, and the rest fake."""
+    monkeypatch.setattr(offline, "OfflineEngine", FakeEngine)
+    monkeypatch.setattr(offline, "checked_judge", lambda config, preferences: FakeJudge())
+
+    def made(definition, folder, **settings):
+        overrides = {
+            "model.name": str(tiny_model),
+            "learner.compute_dtype": "float32",
+            "learner.threads": 1,
+            "learner.value_pretraining_rollouts": 4,
+        }
+        overrides |= {f"learner.{name}": value for name, value in settings.items()}
+        return offline.OfflineRunner(Config.load(overrides=overrides), definition, folder, lag=2)
+
+    return made
+
+
+@pytest.fixture
+def saves(monkeypatch, tmp_path):
+    """Copies of a result folder as a kill after each save would leave it: rows to folder."""
+    found = {}
+    save = offline.OfflineRunner._save
+
+    def save_and_copy(self):
+        save(self)
+        versions = [version for version, _ in list_checkpoints(self._folder / "checkpoints")]
+        assert versions == [self._version]
+        copy = tmp_path / "copies" / f"{self._folder.name}-{len(self._rows)}"
+        found[len(self._rows)] = shutil.copytree(self._folder, copy)
+
+    monkeypatch.setattr(offline.OfflineRunner, "_save", save_and_copy)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +209,133 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(tiny_model, scenario, tm
         time.sleep(0.1)
     subprocess.run(command(cut, scenario, *arguments), check=True, timeout=300)
     assert numbers(cut / "sao-seed0") == numbers(whole("4"))
+
+
+KILLED_AT_4 = """
+import shutil, sys
+from online_sao import cli, offline, sweep
+save = offline.OfflineRunner._save
+def save_and_copy(self):
+    save(self)
+    if len(self._rows) == 4:
+        shutil.copytree(self._folder, sys.argv[1])
+def here(runs, jobs, tell):
+    for run in runs:
+        offline.OfflineRunner(run.config, run.scenario, run.folder, run.lag).run()
+offline.OfflineRunner._save = save_and_copy
+sweep.sweep = here
+sys.exit(cli.main(sys.argv[2:]))
+"""
+"""A run to its end that leaves its folder as a kill after four rollouts would."""
+
+
+@pytest.mark.long
+def test_a_run_killed_between_evaluations_goes_on_to_the_same_numbers(
+    tiny_model, scenario, tmp_path
+):
+    """With the real engine; the tests with a fake one below say where a run is saved."""
+    settings = [*tiny(tiny_model, "learner.checkpoint_every=3"), "--heldout-every", "0"]
+    settings += ["--lag", "2", "--final-answers", "4"]
+    cut = tmp_path / "cut" / "sao-seed0"
+    run = command(tmp_path / "whole", scenario, *settings)[3:]
+    subprocess.run([sys.executable, "-c", KILLED_AT_4, str(cut), *run], check=True, timeout=300)
+    assert len(json.loads((cut / "journal.json").read_text())["rows"]) == 4
+    subprocess.run(command(tmp_path / "cut", scenario, *settings), check=True, timeout=300)
+    expected = numbers(tmp_path / "whole" / "sao-seed0")
+    assert sum(row.get("state") == "trained" for row in expected) == 12
+    assert numbers(cut) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "expected"),
+    [
+        ({"checkpoint_every": 3}, {}, [4, 8, 12]),  # after two batches; then the borders
+        ({"checkpoint_every": 2}, {}, [2, 4, 6, 8, 10, 12]),
+        ({"checkpoint_every": 0}, {}, [8, 12]),
+        # Only after rollout 6 does none of the two of a batch wait for an update of three.
+        ({"checkpoint_every": 1, "rollouts_per_update": 3}, {}, [6, 8, 12]),
+        # The last of a batch is always held back until the next one.
+        ({"checkpoint_every": 1}, {"delay": {"min_rollouts": 1, "max_rollouts": 1}}, [8, 12]),
+    ],
+)
+def test_a_run_goes_on_from_wherever_it_was_saved(
+    make_runner, saves, scenario, tmp_path, settings, changes, expected
+):
+    definition = load_scenario(scenario).replace(heldout_every=0)
+    definition = type(definition).model_validate(definition.model_dump(by_alias=True) | changes)
+    make_runner(definition, tmp_path / "whole", **settings).run()
+    assert list(saves) == expected
+    assert not (tmp_path / "whole" / "journal.json").exists()
+    rows = numbers(tmp_path / "whole")
+    for saved, folder in list(saves.items()):
+        saves.clear()
+        make_runner(definition, folder, **settings).run()
+        assert numbers(folder) == rows
+        assert list(saves) == [later for later in expected if later > saved]
+
+
+def test_a_checkpoint_without_its_journal_does_not_take_the_journals_place(
+    make_runner, saves, scenario, tmp_path
+):
+    """A kill between the two leaves a newer one; then the user wants more of them."""
+    definition = load_scenario(scenario).replace(heldout_every=0)
+    make_runner(definition, tmp_path / "whole", checkpoint_every=4).run()
+    cut = shutil.copytree(saves[4], tmp_path / "cut")
+    shutil.copytree(saves[8] / "checkpoints" / "v8", cut / "checkpoints" / "v8")
+    make_runner(definition, cut, checkpoint_every=2).run()
+    assert numbers(cut) == numbers(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("what", ["room", "journal"])
+def test_a_full_disk_does_not_end_a_run(make_runner, scenario, tmp_path, monkeypatch, capsys, what):
+    definition = load_scenario(scenario)  # saves after 4, 8 and 12 rollouts
+    make_runner(definition, tmp_path / "whole").run()
+    folder, cut = tmp_path / "run", tmp_path / "cut"
+    runner = make_runner(definition, folder)
+    full = False
+
+    def on_progress(done, total, _):
+        nonlocal full
+        if done == 6:
+            full = True
+            if what == "journal":
+                runner._partial_journal = tmp_path / "no folder" / "journal"
+        if done == 10:
+            shutil.copytree(folder, cut)
+
+    usage = shutil.disk_usage
+    if what == "room":
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda place: usage(place)._replace(free=0 if full else 2**40)
+        )
+    runner.run(on_progress)
+    assert numbers(folder) == numbers(tmp_path / "whole")
+    assert read_results(folder).summary["complete"]
+    said = capsys.readouterr().err
+    assert said.count("could not be saved") == 1
+    assert "at rollout 8" in said
+    assert "begins again from rollout 4" in said
+    assert "free some space" in said
+    assert "learning goes on" not in said  # as the service says, which keeps its queue
+    # Killed after rollout 10 it goes on from the point before the disk was full.
+    assert len(json.loads((cut / "journal.json").read_text())["rows"]) == 4
+    assert len(read_results(cut).rows) == 8  # what is small is written all the same
+    full = False
+    make_runner(definition, cut).run()
+    assert numbers(cut) == numbers(tmp_path / "whole")
+
+
+def test_results_that_cannot_be_written_are_an_error(make_runner, scenario, tmp_path, monkeypatch):
+    definition = load_scenario(scenario)
+
+    def refuse(*_, complete, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(offline, "write_results", refuse)
+    with pytest.raises(ScenarioError, match=r"No space left on device\); free some space"):
+        make_runner(definition, tmp_path / "run").run()
+    monkeypatch.undo()
+    assert len(json.loads((tmp_path / "run" / "journal.json").read_text())["rows"]) == 12
 
 
 @pytest.mark.long
@@ -196,6 +404,71 @@ def test_a_finished_run_is_taken_only_for_what_it_is(tiny_model, scenario, tmp_p
     monkeypatch.setattr(offline, "method_version", lambda: "changed")
     with pytest.raises(ScenarioError, match="another code"):
         offline.is_finished(config, definition, folder, 4)
+
+
+def test_runs_from_before_the_hash_of_a_topics_file_are_known_again(
+    tiny_model, make_runner, scenario, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    shipped = (DATA / "writing.toml").read_text()
+    Path("mine.toml").write_text(shipped)
+    scenario.write_text(SCENARIO.replace('"writing"', '"mine.toml"'))
+    definition = load_scenario(scenario)
+    config = Config.load(overrides={"model.name": str(tiny_model)})
+    about = {
+        "run_id": make_run(config, model_hash(str(tiny_model))).id,
+        "judge": offline.judge_identity(config),
+        "lag": 3,
+        "method_version": offline.method_version(),
+    }
+    folder = tmp_path / "sao-seed0"
+    before = definition.model_copy(update={"topics": "mine.toml", "topics_hash": None})
+    write_results(folder, before, [], [], preset="sao", complete=True, **about)
+    assert offline.is_finished(config, definition, folder, 4)
+    runner = make_runner(definition, tmp_path / "cut")
+    identity = runner._identity() | {"definition": before.model_dump(mode="json", by_alias=True)}
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "journal.json").write_text(json.dumps({"identity": identity}))
+    assert runner._read_journal() is not None
+    # Since then the content counts.
+    write_results(folder, definition, [], [], preset="sao", complete=True, **about)
+    Path("mine.toml").write_text(shipped.replace("making tea", "making cocoa"))
+    with pytest.raises(ScenarioError, match=r"another definition \(topics\)"):
+        offline.is_finished(config, load_scenario(scenario), folder, 4)
+
+
+def test_a_result_folder_is_worked_in_by_one_process_at_a_time(tiny_model, scenario, tmp_path):
+    folder = tmp_path / "sao-seed0"
+    with offline.only_here(folder):
+        # What is read there would be refused too; but nothing may be read.
+        (folder / "journal.json").write_text('{"identity": {"run_id": "another"}}')
+        done = subprocess.run(
+            command(tmp_path, scenario, *tiny(tiny_model)),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert f"Another process works in {folder}; wait until it has ended" in done.stderr
+    assert "Traceback" not in done.stderr
+    # Finished: nothing is left of the lock.
+    assert [path.name for path in folder.iterdir()] == ["journal.json"]
+    with pytest.raises(ZeroDivisionError), offline.only_here(folder):
+        raise ZeroDivisionError
+    write_results(folder, load_scenario(scenario), [], [], preset="sao", complete=True)
+    assert read_results(folder).rows == []  # whatever a stopped run has left there
+    with offline.only_here(folder):
+        pass
+    assert not (folder / offline.LOCK).exists()
+
+
+def test_a_result_folder_that_cannot_be_written_is_named():
+    with (
+        pytest.raises(ScenarioError, match=r"/proc/nowhere cannot be written .*--out"),
+        offline.only_here(Path("/proc/nowhere")),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("lag", [1, 4])
