@@ -89,14 +89,18 @@ def _parser() -> argparse.ArgumentParser:
         description="Generate, judge and update in one process, without HTTP: the same learner, "
         "judge and scenarios as the service. Give several presets and seeds for a sweep; what "
         "is finished is not run again, what was interrupted goes on. What the settings say of the "
-        "service (queue order, policy lag, credit, publishing, engine threads) plays no part.",
+        "service (queue order, policy lag, credit, publishing, engine threads) plays no part, and "
+        "--lag stands for a scenario's concurrency and max_in_flight.",
         epilog="Example: online-sao train --scenario scenarios/preference_shift.toml "
         "--presets sao running_mean --seeds 0 1 2 --lag 4, then python scenarios/compare.py DIR",
     )
-    _config_options(train)
+    _config_options(train, run_dir=False)  # which is the endpoint's; results go to --out
+    train.set_defaults(run_dir=None)
     train.add_argument("--scenario", required=True, metavar="FILE.toml")
     train.add_argument("--presets", nargs="+", choices=list(PRESETS), help="instead of --preset")
-    train.add_argument("--seeds", nargs="+", type=int, help="instead of --seed")
+    train.add_argument(
+        "--seeds", nargs="+", type=int, help="instead of --seed (default: the scenario's)"
+    )
     train.add_argument("--lag", type=int, default=4, help="requests per generation (default 4)")
     train.add_argument(
         "--jobs",
@@ -185,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config_options(parser: argparse.ArgumentParser) -> None:
+def _config_options(parser: argparse.ArgumentParser, *, run_dir: bool = True) -> None:
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
     parser.add_argument(
         "--preset", choices=list(PRESETS), help="the learning method (default: sao)"
@@ -193,7 +197,8 @@ def _config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder, hub name, or the embedded model (default)")
     parser.add_argument("--judge", metavar="MODEL", help="offline/archetypes or a litellm model")
     parser.add_argument("--seed", type=int, help="seed of the learner")
-    parser.add_argument("--run-dir", metavar="DIR", help="folder of this endpoint's state")
+    if run_dir:
+        parser.add_argument("--run-dir", metavar="DIR", help="folder of this endpoint's state")
     parser.add_argument(
         "--set",
         action="append",
@@ -303,13 +308,21 @@ def _train(args: argparse.Namespace) -> None:
         heldout_answers=args.heldout_answers,
         final_answers=args.final_answers or args.heldout_answers,
     )
-    runs = []
+    runs: list[PlannedRun] = []
     for seed in seeds:  # outer: what is compared with one another is finished together
         for preset in presets:
             args.preset, args.seed = preset, seed
             config = load_config(args, scenario.settings)
+            if "seed" not in config.learner.model_fields_set:
+                args.seed = scenario.seed
+                config = load_config(args, scenario.settings)
             learner = config.learner  # preset and seed may be the config file's
             folder = Path(args.out) / f"{learner.preset}-seed{learner.seed}"
+            if any(planned.folder == folder for planned in runs):
+                raise OnlineSAOError(
+                    f"Two of these runs would work in {folder}; name each preset and each seed "
+                    "once, and set neither of them with --set."
+                )
             runs.append(PlannedRun(config, scenario.replace(seed=learner.seed), folder, args.lag))
     sweep(runs, args.jobs, _say)
 

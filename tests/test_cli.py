@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from online_sao import sweep
 from online_sao.cli import main
 from online_sao.config import Config
+
+PREFERENCE_SHIFT = Path(__file__).parents[1] / "scenarios" / "preference_shift.toml"
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -84,12 +87,70 @@ def test_train_refuses_a_missing_scenario():
 
 
 def test_train_refuses_more_runs_at_once_than_cores():
-    definition = Path(__file__).parents[1] / "scenarios" / "preference_shift.toml"
     too_many = len(os.sched_getaffinity(0)) + 1
     seeds = [str(seed) for seed in range(too_many)]
     for jobs in (0, too_many):
-        arguments = ["train", "--scenario", str(definition), "--seeds", *seeds, "--jobs", str(jobs)]
-        assert "cores" in complaint(run(*arguments))
+        arguments = ["train", "--scenario", str(PREFERENCE_SHIFT), "--jobs", str(jobs)]
+        assert "cores" in complaint(run(*arguments, "--seeds", *seeds))
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """The runs that `train` plans, which are not done."""
+    runs = []
+    monkeypatch.setattr(sweep, "sweep", lambda planned, jobs, tell: runs.extend(planned))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("definition", "arguments", "seeds"),
+    [
+        ("seed = 7", [], [7]),
+        ("", [], [0]),
+        ("seed = 7", ["--seed", "0"], [0]),
+        ("seed = 7", ["--seeds", "0", "1"], [0, 1]),
+        ("seed = 7", ["--set", "learner.seed=0"], [0]),
+        ("seed = 7", ["--config", "my.toml"], [0]),
+        ("seed = 7\n[settings]\n'learner.seed' = 0", [], [0]),
+    ],
+)
+def test_train_takes_the_definitions_seed_where_none_is_given(
+    planned, tmp_path, monkeypatch, definition, arguments, seeds
+):
+    monkeypatch.chdir(tmp_path)
+    shipped = PREFERENCE_SHIFT.read_text()
+    assert shipped.count("seed = 0\n") == 1
+    name, _, rest = shipped.replace("seed = 0\n", "").partition("[heldout]")
+    Path("mine.toml").write_text(f"{name}{definition}\n[heldout]{rest}")
+    Path("my.toml").write_text("[learner]\nseed = 0\n")
+    assert main(["train", "--scenario", "mine.toml", *arguments]) == 0
+    assert [run.config.learner.seed for run in planned] == seeds
+    assert [run.scenario.seed for run in planned] == seeds
+    assert [run.folder.name for run in planned] == [f"sao-seed{seed}" for seed in seeds]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--seeds", "0", "0"], "Two of these runs would work in runs/offline/sao-seed0; name"),
+        (["--seeds", "0", "1", "--set", "learner.seed=5"], "runs/offline/sao-seed5; name"),
+        (["--presets", "sao", "spo", "sao"], "runs/offline/sao-seed0; name each preset"),
+        (["--seed", "-1"], "learner.seed"),
+        (["--seeds", "0", "-1"], "learner.seed"),
+    ],
+)
+def test_train_refuses_runs_that_cannot_be_done(planned, capsys, arguments, says):
+    assert main(["train", "--scenario", str(PREFERENCE_SHIFT), *arguments]) == 2
+    assert says in capsys.readouterr().err
+    assert planned == []
+
+
+def test_train_offers_no_folder_of_an_endpoint(planned, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--scenario", str(PREFERENCE_SHIFT), "--run-dir", "here"])
+    assert "unrecognized arguments: --run-dir" in capsys.readouterr().err
+    assert main(["train", "--scenario", str(PREFERENCE_SHIFT)]) == 0
+    assert len(planned) == 1
 
 
 @pytest.mark.parametrize("command", [[], ["prepare"], ["serve"], ["train"], ["dashboard"]])
