@@ -11,8 +11,8 @@ borders, it pauses learning and asks about held-out topics with `X-Learning: off
 never trained on.
 
 Results go to a folder (see --out); a journal in it is written as things happen, so that a
-run that was stopped goes on with the same command. Ctrl-C leaves learning resumed and
-writes what there is.
+run that was stopped goes on with the same command (without --fresh, which forgets it). Ctrl-C
+leaves learning resumed and writes what there is.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ NOTICE_S = 15.0  # nothing finished for this long: say why, if the endpoint know
 READY_S = 3600.0  # model preparation and value pretraining come before /ready
 SAY_S = 5.0  # between lines that say what is waited for
 CLEANUP_S = 10.0  # for resuming learning on the way out
+AGAIN = "repeat the command"  # what makes a run go on that was stopped
 RETRIED = frozenset({429, 502, 503, 504})
 
 
@@ -73,11 +74,18 @@ class Endpoint:
         self, url: str, api_key: str | None, admin_key: str | None, patience_s: float
     ) -> None:
         self.url = url.rstrip("/")
+        self.again = AGAIN
+        check_keys(api_key, admin_key)
         self._keys = {False: api_key or admin_key, True: admin_key or api_key}
         self._patience_s = patience_s
         self._model = ""
         limits = httpx.Limits(max_connections=64, keepalive_expiry=60)
-        self._client = httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits)
+        try:
+            self._client = httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits)
+        except httpx.InvalidURL as error:
+            raise ScenarioError(
+                f"{url} is no address of an endpoint ({error}). Give one as --url http://HOST:PORT."
+            ) from None
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -184,8 +192,8 @@ class Endpoint:
             if time.monotonic() + wait > deadline:
                 raise ScenarioError(
                     f"The endpoint at {self.url} stopped answering {method} {path} ({problem}), "
-                    f"tried for {self._patience_s:.0f} s. When it runs again, repeat the command: "
-                    "the run goes on from its journal."
+                    f"tried for {self._patience_s:.0f} s. When it runs again, {self.again}: the "
+                    "run goes on from its journal."
                 )
             await asyncio.sleep(wait)
             pause = min(2 * pause, 5.0)
@@ -193,6 +201,16 @@ class Endpoint:
     def _headers(self, admin: bool) -> dict[str, str]:
         key = self._keys[admin]
         return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def check_keys(api_key: str | None, admin_key: str | None) -> None:
+    """ScenarioError for a key that cannot be sent."""
+    for name, key in (("api", api_key), ("admin", admin_key)):
+        if key and not (key.isascii() and key.isprintable()):
+            raise ScenarioError(
+                f"The {name} key has characters that no request can carry (only plain ASCII ones "
+                f"can be sent). Correct ONLINE_SAO_{name.upper()}_KEY, or --{name}-key."
+            )
 
 
 def _refused(method: str, path: str, response: httpx.Response) -> ScenarioError:
@@ -248,16 +266,21 @@ class Journal:
     def read(self) -> Iterator[dict[str, Any]]:
         if not self.path.exists():
             return
-        with self.path.open(encoding="utf-8") as stream:
+        # A kill may cut a line short, in a character too; what the line said is lost.
+        with self.path.open(encoding="utf-8", errors="replace") as stream:
             for line in stream:
-                # A line cut short by a kill is the last one, and what it said is lost.
                 with contextlib.suppress(ValueError):
                     yield json.loads(line)
 
     def add(self, kind: str, **entry: Any) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"kind": kind, **entry}, ensure_ascii=False) + "\n")
+        line = json.dumps({"kind": kind, **entry}, ensure_ascii=False) + "\n"
+        with self.path.open("a+b") as stream:
+            if end := stream.seek(0, os.SEEK_END):
+                stream.seek(end - 1)
+                if stream.read(1) != b"\n":  # cut short: this entry must not become part of it
+                    line = "\n" + line
+            stream.write(line.encode())
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -334,11 +357,11 @@ class Run:
                 await self._leave_learning()
 
     def write(self, *, complete: bool) -> dict[str, Any]:
-        """Write the result folder; a complete run needs its journal no longer."""
+        """Write the result folder, all but the figures."""
         self.rows.sort(key=lambda row: row["seq"])
         for index, row in enumerate(self.rows, 1):
             row["index"] = index
-        summary = write_results(
+        return write_results(
             self.folder,
             self.scenario,
             self.rows,
@@ -348,9 +371,6 @@ class Run:
             source="live",
             run_id=self.run_id,
         )
-        if complete:
-            self.journal.remove()
-        return summary
 
     # Beginning and going on
 
@@ -413,8 +433,10 @@ class Run:
             if entry["kind"] == "asked":
                 asked[entry["id"]] = (entry["phase"], entry["position"])
             elif entry["kind"] == "rollout":
-                self.rows.append(entry["row"])
-                self._sent.add(asked.pop(entry["row"]["id"]))
+                row = entry["row"]
+                self.rows.append(row)
+                asked.pop(row["id"], None)  # the line that said so may have been cut short
+                self._sent.add((row["phase"], row["position"]))
             elif entry["kind"] == "heldout":
                 self.heldout += entry["rows"]
                 self._evaluated.add((entry["phase"], entry["at"]))
@@ -442,6 +464,8 @@ class Run:
         if self._fresh:
             self.journal.remove()
             summary.unlink(missing_ok=True)
+            # With --fresh again, what this run has by then would be forgotten as well.
+            self.endpoint.again = f"{AGAIN} without --fresh"
         elif summary.exists() and not self.journal.path.exists():
             raise ScenarioError(
                 f"{self.folder} already holds a finished run; choose another --out, or replace it "
@@ -773,7 +797,7 @@ def parser(default: Path | None) -> argparse.ArgumentParser:
         epilog=(
             "Start the endpoint first (`online-sao serve`, for a baseline with `--preset "
             "running_mean`) and give each preset an endpoint of its own, from the start weights. "
-            "A run that was stopped goes on when the same command is given again. "
+            "A run that was stopped goes on when the same command is given again, without --fresh. "
             "`python scenarios/compare.py FOLDER...` sets several runs side by side."
         ),
     )
@@ -878,16 +902,29 @@ def _main(options: argparse.Namespace, console: Console) -> int:
         finally:
             await endpoint.close()
 
-    complete, code = False, 130
+    complete, code = False, 0
     try:
         asyncio.run(go())
-        complete, code = True, 0
+        complete = True
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print("Stopped; learning goes on. The same command continues this run.", file=sys.stderr)
+        code = _stopped(run)
     finally:
         if run and (run.rows or run.heldout):
-            _report(run, complete, console)
+            try:
+                _report(run, complete, console)
+            except KeyboardInterrupt:
+                code = _stopped(run)
     return code
+
+
+def _stopped(run: Run | None) -> int:
+    """Say how to go on; the exit code."""
+    again = run.endpoint.again if run else AGAIN
+    print(
+        f"{Path(sys.argv[0]).name}: stopped; learning goes on. To go on with this run, {again}.",
+        file=sys.stderr,
+    )
+    return 130
 
 
 def _report(run: Run, complete: bool, console: Console) -> None:
@@ -895,6 +932,10 @@ def _report(run: Run, complete: bool, console: Console) -> None:
 
     summary = run.write(complete=complete)
     drawn = figures.draw_run(run.folder)
+    if complete:
+        # Last: stopped while it draws, the same command draws anew, and does not find a
+        # finished run that it may not touch.
+        run.journal.remove()
     print_summary(summary, console)
     console.print(f"Results: {run.folder} ({', '.join(path.name for path in drawn)}, answers.md)")
 

@@ -6,12 +6,15 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import figures
+import live
 import matplotlib.image
 import numpy as np
 import pytest
 from fake_endpoint import TOPICS, FakeEndpoint, served
 from matplotlib.colors import to_rgb
 
+from online_sao.errors import ScenarioError
 from online_sao.scenario import load_scenario, prompt_stream, read_results
 
 SCRIPT = "preference_shift.py"
@@ -134,6 +137,8 @@ def test_ctrl_c_while_learning_is_paused_then_going_on(fake, url, start, run, tm
     shown, err = process.communicate(timeout=90)
     assert process.returncode == 130, err
     assert "Traceback" not in err
+    assert "preference_shift.py: stopped; learning goes on." in err
+    assert "To go on with this run, repeat the command.\n" in err
     assert not fake.paused
     partial = read_results(out)
     assert partial.summary["complete"] is False
@@ -192,6 +197,95 @@ def test_killed_runs_go_on_without_asking_twice(fake, url, start, run, tmp_path)
     assert "24/24" in shown
 
 
+def broken_after(monkeypatch, number):
+    """The endpoint's answers cease after so many that are learned from."""
+    asked = iter(range(number))
+
+    async def chat(self, request, scenario, *, learn):
+        if learn and next(asked, None) is None:
+            raise ScenarioError("Nothing more.")
+        return await chat_of_old(self, request, scenario, learn=learn)
+
+    chat_of_old = live.Endpoint.chat
+    monkeypatch.setattr(live.Endpoint, "chat", chat)
+
+
+def test_a_line_cut_short_does_not_swallow_the_next(fake, url, call, monkeypatch, tmp_path):
+    # One at a time: what is written first after going on is that a request was asked.
+    (tmp_path / "short.toml").write_text("concurrency = 1\nmax_in_flight = 1\n" + SHORT)
+    out = tmp_path / "o"
+    arguments = ("live.py", tmp_path / "short.toml", "--url", url, "--out", out, *QUICK)
+    cut = ['{"kind": "rollout", "row": {"se', '{"kind": "heldout", "rows": [{"answer": "\u53e5']
+    for number, text in enumerate(cut):
+        with monkeypatch.context() as patched:
+            broken_after(patched, 4)
+            code, _, err = call(*arguments)
+        assert (code, "Nothing more." in err) == (2, True), err
+        assert ("Going on after 4 rollouts" in err) == (number == 1)
+        with (out / "journal.jsonl").open("ab") as stream:
+            stream.write(text.encode()[:-1])  # the second within a character
+    code, _, err = call(*arguments)
+    assert code == 0, err
+    assert "Going on after 8 rollouts" in err
+    rows = read_results(out).rows
+    assert sorted(row["position"] for row in rows) == list(range(12))
+    assert len(fake.training) == 12  # none was asked twice
+
+
+def test_an_entry_begins_a_line_of_its_own(tmp_path):
+    journal = live.Journal(tmp_path / "o" / "journal.jsonl")
+    journal.add("start", note="\u53e5")
+    journal.add("asked", id="a")
+    assert journal.path.read_text("utf-8").count("\n") == 2
+    with journal.path.open("a") as stream:
+        stream.write('{"kind": "ask')
+    journal.add("asked", id="b")
+    journal.add("asked", id="c")
+    assert [entry.get("id") for entry in journal.read()] == [None, "a", "b", "c"]
+
+
+def test_a_run_whose_receipt_was_lost_goes_on(fake, url, call, monkeypatch, tmp_path):
+    # As a journal of an older program may be: an outcome without the line that it was asked.
+    (tmp_path / "short.toml").write_text("concurrency = 1\nmax_in_flight = 1\n" + SHORT)
+    out = tmp_path / "o"
+    arguments = ("live.py", tmp_path / "short.toml", "--url", url, "--out", out, *QUICK)
+    with monkeypatch.context() as patched:
+        broken_after(patched, 4)
+        call(*arguments)
+    lines = (out / "journal.jsonl").read_text().splitlines(keepends=True)
+    asked = [number for number, line in enumerate(lines) if '"kind": "asked"' in line]
+    lines[asked[-1]] = lines[asked[-1]][:20] + "\n"
+    (out / "journal.jsonl").write_text("".join(lines))
+    code, _, err = call(*arguments)
+    assert code == 0, err
+    assert sorted(row["position"] for row in read_results(out).rows) == list(range(12))
+    assert len(fake.training) == 12
+
+
+@pytest.mark.parametrize(("more", "without"), [((), ""), (("--fresh",), " without --fresh")])
+def test_stopped_while_it_draws_it_draws_again(
+    fake, url, call, monkeypatch, tmp_path, more, without
+):
+    def stop(folder):
+        raise KeyboardInterrupt
+
+    (tmp_path / "short.toml").write_text(SHORT)
+    out = tmp_path / "o"
+    arguments = ("live.py", tmp_path / "short.toml", "--url", url, "--out", out, *QUICK)
+    with monkeypatch.context() as patched:
+        patched.setattr(figures, "draw_run", stop)
+        code, _, err = call(*arguments, *more)
+    assert code == 130
+    assert f"To go on with this run, repeat the command{without}.\n" in err
+    assert len(fake.training) == 12
+    code, _, err = call(*arguments)
+    assert code == 0, err
+    assert len(fake.training) == 12  # nothing is asked anew
+    assert read_results(out).summary["complete"] is True
+    assert (out / "figure_5b.png").exists()
+    assert not (out / "journal.jsonl").exists()
+
+
 def test_weights_older_than_the_journal_are_noticed(fake, url, start, run, tmp_path):
     arguments = ("--url", url, "--out", tmp_path / "o", "--phase-rollouts", 500, *QUICK)
     process = start(SCRIPT, *arguments, "--heldout-answers", 1)
@@ -234,6 +328,23 @@ def test_bad_options_are_one_line_and_exit_code_2(call, tmp_path, arguments, mes
     assert err.startswith("live.py: ")
     assert len(err.splitlines()) == 1
     assert shown == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--url", "http://h:80a"), "http://h:80a is no address of an endpoint (Invalid port: "),
+        (("--admin-key", "schlüssel"), "The admin key has characters that no request can carry"),
+        (("--api-key", "a\tb"), "Correct ONLINE_SAO_API_KEY, or --api-key."),
+    ],
+)
+def test_what_no_request_can_carry_is_one_line(call, tmp_path, arguments, message):
+    (tmp_path / "short.toml").write_text(SHORT)
+    code, shown, err = call("live.py", "short.toml", *arguments)
+    assert (code, shown) == (2, "")
+    assert err.startswith("live.py: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
 
 
 def test_something_else_at_the_address(call):
@@ -299,12 +410,12 @@ def test_endpoint_lost_in_the_middle(start, run, tmp_path):
     fake = FakeEndpoint(update_s=0.02)
     with served(fake) as address:
         arguments = ("live.py", "short.toml", "--url", address, "--out", "o", *QUICK)
-        process = start(*arguments)
+        process = start(*arguments, "--fresh")
         wait_for(lambda: fake.version >= 8)
     shown, err = process.communicate(timeout=90)
     assert process.returncode == 2
     assert "stopped answering" in err
-    assert "repeat the command" in err
+    assert "repeat the command without --fresh: the run goes on" in err  # which would forget it
     kept = read_results(tmp_path / "o").rows
     assert len(kept) >= 4
     assert "/300" in shown
