@@ -15,18 +15,24 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import httpx
+import live
+
+from online_sao.errors import OnlineSAOError, ScenarioError
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = ("sao", "running_mean")
 PHASE_ROLLOUTS = 80
 START_TIMEOUT_S = 900
 STOP_TIMEOUT_S = 150
+LOOK_S = 1.0  # between looks at whether the endpoint still runs
+FREED_WITHIN_S = 30.0  # an endpoint of ours that has ended may hold its port for a moment
 
 # A simulation takes rollouts in order, learns from each, and needs no way back.
 SIMULATION = (
@@ -45,18 +51,32 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: _raise_interrupt())
     out = Path(options.out).absolute()
     started = time.monotonic()
+    again = "the same command"
     try:
+        live.check_keys(*_keys())
+        if options.fresh:
+            _refuse_taken(options.port)  # before anything is gone
+            for preset in options.presets:
+                _forget(preset, out)
+            # All of it, and only now: what is made from here on is worth keeping.
+            again = "the same command without --fresh"
         for number, preset in enumerate(options.presets, start=1):
             _say(f"[{number}/{len(options.presets)}] {preset}")
-            _run_preset(preset, out, options)
+            _run_preset(preset, out, options, is_first=number == 1)
         _say("comparing")
         folders = [str(out / preset) for preset in options.presets]
         _call([sys.executable, "scenarios/compare.py", *folders, "--out", str(out / "comparison")])
     except KeyboardInterrupt:
-        _say("stopped; the same command goes on from here")
+        _say(f"demo: stopped; {again} goes on from here")
         return 130
+    except OnlineSAOError as error:
+        _say(f"demo: {error}")
+        return 2
     except subprocess.CalledProcessError as error:
-        _say(f"demo: {Path(str(error.cmd[1])).name} ended with exit code {error.returncode}")
+        _say(
+            f"demo: {Path(str(error.cmd[1])).name} ended with exit code {error.returncode}. When "
+            f"the cause is gone, {again} goes on from here."
+        )
         return 2
     _say(
         f"done in {(time.monotonic() - started) / 60:.0f} minutes; figures in {out / 'comparison'}"
@@ -65,20 +85,20 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _run_preset(preset: str, out: Path, options: argparse.Namespace) -> None:
+def _run_preset(preset: str, out: Path, options: argparse.Namespace, *, is_first: bool) -> None:
     """One endpoint from the start weights, one scenario against it."""
     folder, run_dir = out / preset, out / f"{preset}-endpoint"
     made_with = _made_with(preset, options)
-    if options.fresh:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(run_dir, ignore_errors=True)
-    elif (folder / "finished").is_file():
-        if (folder / "finished").read_text() == made_with:
-            _say(f"finished earlier: {folder} (--fresh runs it again)")
-            return
+    finished = _finished_with(folder)
+    if finished == made_with:
+        _say(f"finished earlier: {folder} (--fresh runs it again)")
+        return
+    _refuse_taken(options.port, 0.0 if is_first else FREED_WITHIN_S)
+    if finished is not None:
         _say(f"{folder} was finished with another program or other settings: it is run again")
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(run_dir, ignore_errors=True)
+        _forget(preset, out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "begun").write_text(made_with)
     url = f"http://127.0.0.1:{options.port}"
     serve = [sys.executable, "-m", "online_sao.cli", "serve", "--preset", preset]
     serve += ["--port", str(options.port), "--run-dir", str(run_dir), "--seed", str(options.seed)]
@@ -93,11 +113,30 @@ def _run_preset(preset: str, out: Path, options: argparse.Namespace) -> None:
         scenario += ["--phase-rollouts", str(options.phase_rollouts)]
         scenario += ["--heldout-every", str(options.heldout_every)]
         scenario += ["--heldout-answers", str(options.heldout_answers)]
-        _call(scenario)
-        (folder / "finished").write_text(made_with)
+        _call(scenario, server)
+        (folder / "begun").rename(folder / "finished")
     finally:
         _stop(server)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # over 2 GiB, and of no more use
+
+
+def _forget(preset: str, out: Path) -> None:
+    shutil.rmtree(out / preset, ignore_errors=True)
+    shutil.rmtree(out / f"{preset}-endpoint", ignore_errors=True)
+
+
+def _finished_with(folder: Path) -> str | None:
+    """What the finished run in `folder` was made with; None if there is none.
+
+    One that was stopped after its last line was written, and before we heard of it, counts: the
+    scenario would refuse to run over it.
+    """
+    if (folder / "finished").is_file():
+        return (folder / "finished").read_text()
+    begun, summary = folder / "begun", folder / "summary.json"
+    if not (begun.is_file() and summary.is_file()) or (folder / "journal.jsonl").exists():
+        return None
+    return begun.read_text() if json.loads(summary.read_text("utf-8"))["complete"] else None
 
 
 def _made_with(preset: str, options: argparse.Namespace) -> str:
@@ -109,12 +148,20 @@ def _made_with(preset: str, options: argparse.Namespace) -> str:
     return json.dumps(about)
 
 
-def _call(command: list[str]) -> None:
-    """Run a script to its end; interrupted, let it write what it has before we go on."""
+def _call(command: list[str], server: subprocess.Popen[bytes] | None = None) -> None:
+    """Run a script to its end; interrupted, let it write what it has before we go on.
+
+    So it is when the endpoint that it needs, `server`, has ended.
+    """
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
-        code = process.wait()
-    except KeyboardInterrupt:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(LOOK_S if server else None)
+                break
+            if server:
+                _need_running(server)
+    except BaseException:
         process.terminate()
         process.wait(STOP_TIMEOUT_S)
         raise
@@ -122,16 +169,52 @@ def _call(command: list[str]) -> None:
         raise subprocess.CalledProcessError(code, command)
 
 
+def _refuse_taken(port: int, patience_s: float = 0.0) -> None:
+    """ScenarioError if something listens at `port`: we would measure that, and not our own."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=LOOK_S).close()
+        except (OSError, OverflowError):  # nothing there, or a number that is no port
+            return
+        if time.monotonic() >= deadline:
+            raise ScenarioError(
+                f"Something answers at port {port} already, an endpoint that was left running "
+                "perhaps. End it, or choose another port with --port."
+            )
+        time.sleep(LOOK_S)
+
+
+def _need_running(server: subprocess.Popen[bytes]) -> None:
+    if server.poll() is not None:
+        raise subprocess.CalledProcessError(server.returncode, ["", "online-sao serve"])
+
+
 def _wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Returns when the endpoint is ready, asked with the keys that it was started with."""
+    api_key, admin_key = _keys()
+    key = api_key or admin_key
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise subprocess.CalledProcessError(server.returncode, ["", "online-sao serve"])
+        _need_running(server)
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/ready", timeout=10).status_code == 200:
+            status = httpx.get(f"{url}/ready", headers=headers, timeout=10).status_code
+            if status == 200:
+                _need_running(server)  # else another has answered in its place
                 return
-        time.sleep(1)
+            if status in (401, 403):
+                raise ScenarioError(
+                    f"What answers at {url} refuses the key that our endpoint was started with, so "
+                    "it is another. End it, or choose another port with --port."
+                )
+        time.sleep(LOOK_S)
     raise subprocess.CalledProcessError(1, ["", "online-sao serve (not ready in time)"])
+
+
+def _keys() -> tuple[str | None, str | None]:
+    """The endpoint that we start finds the same ones."""
+    return os.environ.get("ONLINE_SAO_API_KEY"), os.environ.get("ONLINE_SAO_ADMIN_KEY")
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
