@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         help="check model, disk, store, judge and endpoint, with one request each",
         description="Says what is wrong and what to do. Exit code 1 if anything is. Give it the "
-        "same options as `serve`; a judge that costs money is asked for one verdict.",
+        "same options as `serve`; a judge that costs money is asked for two verdicts.",
     )
     _config_options(doctor)
     doctor.add_argument("--host", help="that the endpoint was started with")
