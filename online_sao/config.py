@@ -242,7 +242,7 @@ class LearnerConfig(_Section):
     max_train_tokens: int = Field(1024, ge=1)
     """Prompt and answer longer than this are excluded from training."""
     checkpoint_every: int = Field(50, ge=0)
-    """Updates between checkpoints; 0: only at exit."""
+    """Updates between checkpoints; 0: only at exit (`train`: rollouts; 0: only at evaluations)."""
     checkpoint_keep: int = Field(2, ge=1)
     """Checkpoints retained beside the pinned ones."""
     checkpoint_min_free_gib: float = Field(1.0, ge=0)
