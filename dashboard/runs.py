@@ -14,13 +14,15 @@ import pandas as pd
 
 from dashboard.queries import Phase
 from online_sao.errors import ScenarioError
-from online_sao.scenario import Results, Scenario, mark_text
+from online_sao.scenario import Results, Scenario, differing_settings, mark_text
 
 DEPTH = 3  # folders below the given one that are looked into
 STEP = 10  # rollouts in a group of style shares
-# What runs must share to be set against each other, by its name in a summary. This and the
-# settings, of one preset's runs, is what scenarios/compare.py asks too.
+# What runs must share to be set against each other, by its name in a summary, and what alone
+# may differ in their definitions. Of one preset's runs the settings too. scenarios/compare.py
+# asks the same.
 MADE_ALIKE = {"method_version": "code version", "lag": "lag", "judge": "judge"}
+MAY_DIFFER = {"seed", "claim"}
 
 
 @dataclass(frozen=True)
@@ -139,29 +141,23 @@ def unlike(runs: Sequence[Summary]) -> Unlike:
 
 def _differing(runs: Sequence[Summary]) -> list[str]:
     """What of MADE_ALIKE and of the definition is not the same in all."""
-    found = _not_the_same(
-        [{what: run.data.get(name) for name, what in MADE_ALIKE.items()} for run in runs]
-    )
-    parts = _not_the_same([_definition(run) for run in runs])
-    return [*found, f"definition ({', '.join(parts)})"] if parts else found
-
-
-def _not_the_same(tables: Sequence[dict[str, Any]]) -> list[str]:
-    names = dict.fromkeys(name for table in tables for name in table)
-    return [
-        name
-        for name in names
-        if len({json.dumps(table.get(name), sort_keys=True) for table in tables}) > 1
+    found = [
+        what
+        for name, what in MADE_ALIKE.items()
+        if len({json.dumps(run.data.get(name), sort_keys=True) for run in runs}) > 1
     ]
+    first, *others = map(_definition, runs)
+    parts = {name for other in others for name in differing_settings(first, other)} - MAY_DIFFER
+    return [*found, f"definition ({', '.join(sorted(parts))})"] if parts else found
 
 
 def _definition(run: Summary) -> dict[str, Any]:
-    """All that the scenario says but its seed and its claim, with today's defaults."""
+    """With what an older folder does not tell, at its default."""
     try:
         scenario = Scenario.model_validate(run.data.get("definition"))
     except ValueError:  # what is wrong is said when the run's results are read
         return {}
-    return scenario.model_dump(mode="json", by_alias=True, exclude={"seed", "claim"})
+    return scenario.model_dump(mode="json", by_alias=True)
 
 
 def _listed(names: Sequence[str]) -> str:

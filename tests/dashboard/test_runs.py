@@ -162,6 +162,7 @@ def test_seeds_of_one_making_belong_together(tmp_path):
         ({"judge": "j2"}, {}, "judge"),
         ({}, {"max_tokens": 9}, "definition (max_tokens)"),
         ({}, {"first_rollouts": 30, "temperature": 0.5}, "definition (phase, temperature)"),
+        ({}, {"heldout": {"every": 7}}, "definition (heldout.every)"),
         ({"lag": 3, "judge": "j2"}, {}, "lag and judge"),
     ],
 )
@@ -194,12 +195,13 @@ def test_presets_that_were_made_differently_are_said(tmp_path):
 
 def test_what_must_be_alike_is_what_compare_asks():
     compare = Path(__file__).parents[2] / "scenarios" / "compare.py"
-    (asked,) = (
-        ast.literal_eval(node.value)
-        for node in ast.parse(compare.read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MADE_ALIKE"
-    )
-    assert set(asked) == set(runs.MADE_ALIKE)
+    for name in ("MADE_ALIKE", "MAY_DIFFER"):
+        (asked,) = (
+            ast.literal_eval(node.value)
+            for node in ast.parse(compare.read_text()).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+        )
+        assert set(asked) == set(getattr(runs, name))
 
 
 # ---- the page
