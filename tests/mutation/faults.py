@@ -649,6 +649,12 @@ FAULTS: list[Fault] = [
             "self._store.rewind(-1,",
         ),
         (
+            "what a crash took is too old when it comes back",
+            '            "skipped": self._skipped,\n',
+            "",
+        ),
+        ("what a crash took waits behind what is newer", "while self._lost:", "while False:"),
+        (
             "a lost store goes unnoticed",
             "        self._refuse_unknown_checkpoints()\n",
             "",
@@ -657,6 +663,11 @@ FAULTS: list[Fault] = [
     *_loop(
         "TestRollback",
         ("a crash undoes a rollback", "if ancestor != version:", "if False:"),
+        (
+            "what a rollback left pushes out what it went back to",
+            "return pinned, {v.version for v in retained if v.abandoned}",
+            "return pinned, set()",
+        ),
         (
             "a rollback leaves the rollouts of its line",
             "self._version = self._store.roll_back(version, self._run.id, self._epoch)",
@@ -692,8 +703,8 @@ FAULTS: list[Fault] = [
         "TestSessions",
         (
             "a session's turns learned from one by one",
-            'if config.credit == "session":\n            return self._store.claim_trajectories(',
-            'if config.credit == "nothing":\n            return self._store.claim_trajectories(',
+            'if config.credit == "session":\n            trajectories =',
+            'if config.credit == "nothing":\n            trajectories =',
         ),
     ),
     *_loop(
