@@ -252,8 +252,9 @@ class LearnerLoop:
                 "Start without --keep-weights."
             )
         version = self._resume(run.id)
-        learned = any(self._store.get_version(v).kind == "update" for v in self._line(run.id))
-        if version is None and learned:
+        if version is None and any(
+            self._store.get_version(number).kind == "update" for number in self._line(run.id)
+        ):
             raise CheckpointError(
                 f"The run {run.id} has no checkpoint that these settings can go on from: start "
                 "without --keep-weights, or with the preset of then."

@@ -248,6 +248,14 @@ def test_reward_up_and_held_out_quality_down_is_visible(endpoint):
     assert (shown["quality_at_first"], shown["quality"], shown["reward"]) == (0.9, 0.3, 0.9)
 
 
+def restarted(run, model):
+    """The learner of a next process on the same state."""
+    learner = Learner(run.config.learner, str(model))
+    loop = LearnerLoop(run.config, make_run(run.config, "hash"), learner, run.store, Publisher())
+    loop.start()
+    return loop
+
+
 def test_a_pause_by_a_guard_outlives_the_learner_and_keeps_the_way_back(endpoint, tiny_model):
     run = endpoint(even_tokens)
     assert run.serve(30) == []
@@ -256,14 +264,7 @@ def test_a_pause_by_a_guard_outlives_the_learner_and_keeps_the_way_back(endpoint
     kept = fired["kept_version"]
     assert kept in (20, 30)
     run.store.pin(kept)  # an operator who has read the reason: it stays his
-    again = LearnerLoop(
-        run.config,
-        make_run(run.config, "hash"),
-        Learner(run.config.learner, str(tiny_model)),
-        run.store,
-        Publisher(),
-    )
-    again.start()
+    again = restarted(run, tiny_model)
     assert again.status().paused
     assert again.status().guards["last_firing"] == fired
     assert again._kept_checkpoints()[0] == {kept}
@@ -276,13 +277,6 @@ def test_a_pause_by_a_guard_outlives_the_learner_and_keeps_the_way_back(endpoint
     assert again._kept_checkpoints()[0] == set()
     # An operator's pause of later does not bring the guard's back.
     again.pause("to upgrade")
-    third = LearnerLoop(
-        run.config,
-        make_run(run.config, "hash"),
-        Learner(run.config.learner, str(tiny_model)),
-        run.store,
-        Publisher(),
-    )
-    third.start()
+    third = restarted(run, tiny_model)
     assert third.status().paused
     assert third._kept_checkpoints()[0] == set()
