@@ -71,7 +71,7 @@ def draw(chart: Any, alt: str) -> None:
 def csv_button(table: pd.DataFrame, name: str) -> None:
     st.download_button(
         "CSV",
-        table.to_csv(index=False).encode(),
+        inert(table).to_csv(index=False).encode(),
         file_name=f"online_sao_{name}.csv",
         mime="text/csv",
         key=f"csv_{name}",
@@ -79,6 +79,19 @@ def csv_button(table: pd.DataFrame, name: str) -> None:
         on_click="ignore",
         help="Download this table.",
     )
+
+
+def inert(table: pd.DataFrame) -> pd.DataFrame:
+    """`table` without a text that a spreadsheet takes for a formula: some come from clients."""
+
+    def quoted(cell: Any) -> Any:
+        is_formula = isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+        return f"'{cell}" if is_formula else cell
+
+    def has_texts(column: pd.Series) -> bool:
+        return pd.api.types.is_object_dtype(column) or pd.api.types.is_string_dtype(column)
+
+    return table.apply(lambda column: column.map(quoted) if has_texts(column) else column)
 
 
 def shown_number(value: float | int | None, form: str) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from online_sao.learner.parameters import TrainedParameters
 FORMAT = 1
 STATE_FILE = "state.json"
 POLICY_FILE = "policy.safetensors"
+Release = Callable[[int], bool]
+"""Whether the checkpoint of a version may go; asked right before it is removed."""
 FREE_SPACE_FACTOR = 1.2  # refuse to start writing unless this much of the need is free
 
 
@@ -133,17 +135,21 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def prune_checkpoints(
-    folder: Path, keep: int, pinned: Collection[int], left: Collection[int] = ()
+    folder: Path,
+    keep: int,
+    pinned: Collection[int],
+    left: Collection[int] = (),
+    release: Release = lambda version: True,
 ) -> list[int]:
     """Remove all but the newest `keep` and the `pinned`; return the versions removed.
 
     Of those that a rollback `left` the newest `keep` stay too: they must not take the places
-    of what it went back to.
+    of what it went back to. `release` is asked about each, and may still keep it.
     """
     removed = []
     ours, others = _on_the_line(folder, left)
     for version, path in [*ours[keep:], *others[keep:]]:
-        if version not in pinned:
+        if version not in pinned and release(version):
             shutil.rmtree(path, ignore_errors=True)
             removed.append(version)
     for partial in folder.glob(".v*.partial"):
@@ -152,17 +158,21 @@ def prune_checkpoints(
 
 
 def make_room(
-    folder: Path, needed_bytes: int, pinned: Collection[int], left: Collection[int] = ()
+    folder: Path,
+    needed_bytes: int,
+    pinned: Collection[int],
+    left: Collection[int] = (),
+    release: Release = lambda version: True,
 ) -> list[int]:
     """Remove old checkpoints while less than `needed_bytes` are free, first those that a
-    rollback `left`, never the newest of the others or a `pinned` one; return the versions
-    removed."""
+    rollback `left`, never the newest of the others, a `pinned` one, or one that `release` keeps;
+    return the versions removed."""
     removed: list[int] = []
     ours, others = _on_the_line(folder, left)
     for version, path in [*reversed(others), *reversed(ours[1:])]:
         if shutil.disk_usage(folder).free >= needed_bytes * FREE_SPACE_FACTOR:
             break
-        if version in pinned:
+        if version in pinned or not release(version):
             continue
         shutil.rmtree(path, ignore_errors=True)
         removed.append(version)

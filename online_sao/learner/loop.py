@@ -33,6 +33,7 @@ from online_sao.errors import (
     StoreError,
 )
 from online_sao.learner.checkpoint import (
+    Release,
     checkpoint_bytes,
     list_checkpoints,
     load_checkpoint,
@@ -182,9 +183,11 @@ class LearnerLoop:
         if not known and newest is not None and self._config.service.keep_weights:
             parent = self._take_over(newest)  # first: if it fails, nothing has begun
         self._store.start_run(self._run)
-        # A crash between deleting a checkpoint and saying so.
+        # Deleted by hand; the learner says so first, and deletes then.
         held = {version for version, _ in list_checkpoints(self._checkpoints)}
-        self._forget([v.version for v in self._store.retained_versions() if v.version not in held])
+        for retained in self._store.retained_versions():
+            if retained.version not in held:
+                self._store.set_checkpoint(retained.version, None)
         kind = "start" if parent is None else "resume"
         if known:
             kind = "resume"
@@ -765,24 +768,19 @@ class LearnerLoop:
         self._store.set_checkpoint(self._version, str(path))
         self._checkpointed = self._version
         kept = self._kept_checkpoints()
-        self._forget(prune_checkpoints(self._checkpoints, config.checkpoint_keep, *kept))
+        prune_checkpoints(self._checkpoints, config.checkpoint_keep, *kept)
         self._make_room(reserve)
         return self._version
 
     def _make_room(self, needed_bytes: int) -> None:
-        self._forget(make_room(self._checkpoints, needed_bytes, *self._kept_checkpoints()))
+        make_room(self._checkpoints, needed_bytes, *self._kept_checkpoints())
 
-    def _kept_checkpoints(self) -> tuple[set[int], set[int]]:
-        """Versions whose checkpoints an operator or a guard keeps; and those on lines left."""
-        retained = self._store.retained_versions()
-        pinned = {v.version for v in retained if v.pinned}
-        if self._kept is not None:
-            pinned.add(self._kept)
-        return pinned, {v.version for v in retained if v.abandoned}
-
-    def _forget(self, removed: Sequence[int]) -> None:
-        for version in removed:
-            self._store.set_checkpoint(version, None)
+    def _kept_checkpoints(self) -> tuple[set[int], set[int], Release]:
+        """The version whose checkpoint a guard keeps; those on lines left; and how the store is
+        asked about the others, some of which an operator has pinned."""
+        kept = set() if self._kept is None else {self._kept}
+        left = {v.version for v in self._store.retained_versions() if v.abandoned}
+        return kept, left, self._store.release_checkpoint
 
     def _carry_out_requests(self) -> None:
         with self._lock:

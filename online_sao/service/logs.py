@@ -6,6 +6,8 @@ answered, and never a key.
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import logging
 import os
@@ -23,6 +25,8 @@ FIELDS = ("rollout_id", "weight_version", "reward", "state", "seconds", "replica
 SECRET_ENDINGS = ("_API_KEY", "_ADMIN_KEY", "_PASSWORD", "_TOKEN")
 SECRET_MIN_CHARS = 6  # shorter ones would blank out ordinary words
 KEPT_FILES = 3
+KEPT_PARTS = 8
+"""Of parts that get a new name with every start (replicas), so many keep their files."""
 
 
 class JsonLines(logging.Formatter):
@@ -74,6 +78,22 @@ def start_log(config: ServiceConfig, run_dir: Path, part: str) -> None:
             old.close()
         logger.addHandler(handler)
         logger.setLevel(config.log_level.upper())
+
+
+def forget_old_logs(run_dir: Path, prefix: str, keep: int = KEPT_PARTS) -> None:
+    """Remove the files of all but the `keep` parts named `prefix`... that wrote last."""
+    written: dict[str, float] = {}
+    files: list[tuple[str, Path]] = []
+    for path in (run_dir / FOLDER).glob(f"{glob.escape(prefix)}*.jsonl*"):
+        with contextlib.suppress(OSError):  # another replica tidies up too
+            part = path.name.partition(".")[0]
+            files.append((part, path))
+            written[part] = max(written.get(part, 0.0), path.stat().st_mtime)
+    kept = set(sorted(written, key=lambda part: written[part], reverse=True)[:keep])
+    for part, path in files:
+        if part not in kept:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _without_secrets(text: str) -> str:

@@ -25,7 +25,7 @@ from online_sao.errors import StoreError, WeightUpdateError
 from online_sao.service import names
 from online_sao.service.board import Announcement, file_here
 from online_sao.service.http import Keys
-from online_sao.service.logs import start_log
+from online_sao.service.logs import KEPT_PARTS, forget_old_logs, start_log
 from online_sao.store import RolloutStore
 from online_sao.types import Purpose, Rollout
 
@@ -50,6 +50,9 @@ class Endpoint:
         self.keys = keys
         self.replica_id = secrets.token_hex(4)
         start_log(self._config.service, self._config.run_dir, f"replica-{self.replica_id}")
+        forget_old_logs(
+            self._config.run_dir, "replica-", KEPT_PARTS + self._config.engine.num_replicas
+        )
         self.weights_error: str | None = None
         self.weights_broken = False
         self.has_caught_up = False  # has served the version that was current, once

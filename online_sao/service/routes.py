@@ -369,17 +369,13 @@ def build_app(endpoint: Any, config: Config) -> Any:
     @app.post("/v1/learning/pin")
     async def pin(body: VersionBody) -> JSONResponse:
         """The checkpoint of a pinned version is never deleted."""
-        if body.version in await retained():
-            await asyncio.to_thread(endpoint.store.pin, body.version)
-            # The learner may have deleted it in between; what is pinned now stays.
-            if body.version in await retained():
-                return JSONResponse({"version": body.version, "pinned": True})
-            await asyncio.to_thread(endpoint.store.pin, body.version, False)
+        if await asyncio.to_thread(endpoint.store.pin, body.version):
+            return JSONResponse({"version": body.version, "pinned": True})
         return await refused(f"Version {body.version} has no retained checkpoint to pin.")
 
     @app.post("/v1/learning/unpin")
     async def unpin(body: VersionBody) -> JSONResponse:
-        await asyncio.to_thread(endpoint.store.pin, body.version, False)
+        await asyncio.to_thread(endpoint.store.unpin, body.version)
         return JSONResponse({"version": body.version, "pinned": False})
 
     def make_context(**fields: Any) -> RequestContext:

@@ -697,12 +697,35 @@ class RolloutStore:
         self._write(work)
 
     def set_checkpoint(self, version: int, path: str | None) -> None:
-        """Record where the checkpoint of `version` lies; None once it is deleted."""
+        """Record where the checkpoint of `version` lies; None if it is gone."""
         self._write(lambda conn: _update_version(conn, version, checkpoint=path))
 
-    def pin(self, version: int, pinned: bool = True) -> None:
-        """Keep the checkpoint of `version` whatever the retention rule says."""
-        self._write(lambda conn: _update_version(conn, version, pinned=pinned))
+    def release_checkpoint(self, version: int) -> bool:
+        """Whether the checkpoint of `version` may be deleted, which from now on has none.
+
+        False if it is pinned. One statement, as `pin` is: what was pinned is never deleted.
+        """
+        its_own = versions.c.version == version
+
+        def work(conn: Connection) -> bool:
+            unpinned = versions.update().where(its_own, versions.c.pinned.is_(False))
+            if conn.execute(unpinned.values(checkpoint=None)).rowcount:
+                return True
+            pinned = sa.select(versions.c.pinned).where(its_own)
+            return not conn.execute(pinned).scalar_one_or_none()
+
+        return self._write(work)
+
+    def pin(self, version: int) -> bool:
+        """Keep the checkpoint of `version` whatever the retention rule says; False without one."""
+        retained = versions.update().where(
+            versions.c.version == version, versions.c.checkpoint.isnot(None)
+        )
+        return self._write(lambda conn: bool(conn.execute(retained.values(pinned=True)).rowcount))
+
+    def unpin(self, version: int) -> None:
+        """Leave the checkpoint of `version` to the retention rule again."""
+        self._write(lambda conn: _update_version(conn, version, pinned=False))
 
     def versions(self, limit: int = 100, run_id: str | None = None) -> Listing[WeightVersion]:
         """Versions, newest first."""

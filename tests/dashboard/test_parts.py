@@ -3,12 +3,13 @@
 import html
 import re
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from dashboard.parts import WORD_JOINER, escape
+from dashboard.parts import WORD_JOINER, escape, inert
 
 MARKDOWN = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 # Streamlit's page looks for these when markdown has been read and backslashes are gone: bare
@@ -76,3 +77,19 @@ MUCH_PUNCTUATION = st.text(st.sampled_from(list("!-/:-@[`{~()]<>#*_\\w.:@ 1a\n")
 @given((ANY_TEXT | MUCH_PUNCTUATION).filter(str.strip))
 def test_any_text_is_shown_as_it_is(text):
     assert read(escape(text)) == " ".join(text.split())
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@a", "\t=1", "\r=1"])
+def test_a_downloaded_table_holds_no_formula(text):
+    table = pd.DataFrame({"text": [text, None], "number": [-1.5, 2.0]})
+    table["when"] = pd.to_datetime(["2026-01-02 03:04:05", None])
+    held = inert(table)
+    assert held["text"].iloc[0] == f"'{text}"
+    assert held["text"].isna().tolist() == [False, True]
+    assert held.drop(columns="text").equals(table.drop(columns="text"))
+
+
+def test_a_downloaded_table_is_as_it_was():
+    table = pd.DataFrame({"text": ["a = b", ""], "kind": pd.Categorical(["x", "y"])})
+    assert inert(table).to_csv() == table.to_csv()
+    assert inert(table.iloc[:0]).columns.tolist() == ["text", "kind"]

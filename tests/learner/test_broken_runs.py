@@ -268,12 +268,12 @@ def test_a_pause_by_a_guard_outlives_the_learner_and_keeps_the_way_back(endpoint
     assert again.status().paused
     assert again.status().guards["last_firing"] == fired
     assert again._kept_checkpoints()[0] == {kept}
-    run.store.pin(kept, False)
+    run.store.unpin(kept)
     assert again._kept_checkpoints()[0] == {kept}  # the guard's own
     run.store.pin(kept)
     again.resume()
     assert run.store.get_version(kept).pinned
-    run.store.pin(kept, False)
+    run.store.unpin(kept)
     assert again._kept_checkpoints()[0] == set()
     # An operator's pause of later does not bring the guard's back.
     again.pause("to upgrade")

@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -253,6 +254,18 @@ class TestFolder:
         self.make(tmp_path, 1, 2, 3, 4, 5)
         assert prune_checkpoints(tmp_path, keep, pinned) == removed
         assert {v for v, _ in list_checkpoints(tmp_path)} == {1, 2, 3, 4, 5} - set(removed)
+
+    def test_a_pin_that_comes_meanwhile_is_heeded(self, tmp_path, monkeypatch):
+        self.make(tmp_path, 1, 2, 3, 4)
+        pinned = {2}  # since the caller has asked who is
+        monkeypatch.setattr(
+            shutil,
+            "disk_usage",
+            lambda _: mock.Mock(free=10 * (4 - len(list_checkpoints(tmp_path)))),
+        )
+        assert make_room(tmp_path, 8, set(), release=lambda v: v not in pinned) == [1]
+        assert prune_checkpoints(tmp_path, 1, set(), release=lambda v: v not in pinned) == [3]
+        assert [v for v, _ in list_checkpoints(tmp_path)] == [4, 2]
 
     def test_pruning_counts_what_a_rollback_left_by_itself(self, tmp_path):
         self.make(tmp_path, 1, 2, 3, 4, 5, 6)

@@ -592,20 +592,31 @@ def test_versions_are_published_kept_and_pinned(kit, store):
     store.set_published(0)
     assert store.get_version(0).published_at == first
     assert abs(first - datetime.now(UTC)) < timedelta(seconds=60)
+    assert not store.pin(0)  # no checkpoint to keep
+    assert not store.get_version(0).pinned
     store.set_checkpoint(0, "/checkpoints/0")
-    store.pin(0)
+    assert store.pin(0)
     assert (store.get_version(0).checkpoint, store.get_version(0).pinned) == (
         "/checkpoints/0",
         True,
     )
-    store.set_checkpoint(0, None)
-    store.pin(0, False)
+    assert not store.release_checkpoint(0)
+    assert store.get_version(0).checkpoint == "/checkpoints/0"
+    store.unpin(0)
+    assert store.release_checkpoint(0)
     assert (store.get_version(0).checkpoint, store.get_version(0).pinned) == (None, False)
-    for ask in (store.get_version, store.set_published, store.pin):
+    assert not store.pin(0)  # it was deleted
+    for ask in (store.get_version, store.set_published, store.unpin):
         with pytest.raises(NotFoundError, match="no weight version 5"):
             ask(5)
     with pytest.raises(NotFoundError):
-        store.set_checkpoint(5, None)
+        store.set_checkpoint(5, "/checkpoints/5")
+    store.set_checkpoint(0, "/checkpoints/0")
+    store.pin(0)
+    store.set_checkpoint(0, None)  # pinned or not, it is gone
+    assert store.get_version(0).checkpoint is None
+    assert not store.pin(5)
+    assert store.release_checkpoint(5)  # nothing of ours speaks for it
 
 
 def test_rewind_returns_rollouts_whose_update_was_lost(kit, store):
