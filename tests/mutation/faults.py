@@ -634,7 +634,16 @@ FAULTS: list[Fault] = [
     ),
     *_checkpoint(
         "TestFolder",
-        ("pinned checkpoints removed", "if version not in pinned:", "if True:"),
+        (
+            "checkpoints that a guard keeps removed",
+            "if version not in pinned and release(version):",
+            "if release(version):",
+        ),
+        (
+            "a pin that comes meanwhile overlooked",
+            "if version not in pinned and release(version):",
+            "if version not in pinned:",
+        ),
     ),
     *_loop(
         "TestResume",
@@ -665,8 +674,8 @@ FAULTS: list[Fault] = [
         ("a crash undoes a rollback", "if ancestor != version:", "if False:"),
         (
             "what a rollback left pushes out what it went back to",
-            "return pinned, {v.version for v in retained if v.abandoned}",
-            "return pinned, set()",
+            "left = {v.version for v in self._store.retained_versions() if v.abandoned}",
+            "left: set[int] = set()",
         ),
         (
             "a rollback leaves the rollouts of its line",
