@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from online_sao.config import ServiceConfig
-from online_sao.service.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, Edge
+from online_sao.service.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, CLIENT_CLOSED, Edge
 
 USER, ADMIN = "user-key-of-the-tests", "admin-key-of-the-tests"
 
@@ -114,6 +114,23 @@ def test_without_keys_all_is_open():
     assert Bench().ask("/v1/learning")[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("there", "path", "key", "status"),
+    [
+        ({API_KEY_VARIABLE: USER}, "/v1/learning", USER, 200),
+        ({API_KEY_VARIABLE: USER}, "/v1/learning", None, 401),
+        ({API_KEY_VARIABLE: USER, ADMIN_KEY_VARIABLE: USER}, "/v1/learning", USER, 200),
+        ({ADMIN_KEY_VARIABLE: ADMIN}, "/v1/chat/completions", None, 200),
+        ({ADMIN_KEY_VARIABLE: ADMIN}, "/v1/learning", None, 401),
+        ({ADMIN_KEY_VARIABLE: ADMIN}, "/v1/learning", ADMIN, 200),
+    ],
+)
+def test_one_key_alone(monkeypatch, there, path, key, status):
+    for name, value in there.items():
+        monkeypatch.setenv(name, value)
+    assert Bench().ask(path, key=key)[0] == status
+
+
 class TestLimits:
     def test_a_body_that_says_it_is_too_large_is_not_read(self):
         bench = Bench(max_body_bytes=2000)
@@ -186,6 +203,59 @@ def test_what_was_answered_is_counted():
     bench.ask("/health")
     bench.ask("/v1/feedback", "POST", parts=[b"x" * 3000])
     assert bench.counted == [("/health", 200), ("/v1/feedback", 413)]
+
+
+def test_a_client_that_leaves_before_its_answer_is_no_success():
+    async def app(scope, receive, send):
+        raise asyncio.CancelledError
+
+    bench = Bench()
+    bench.edge = Edge(app, ServiceConfig(), dict, lambda *seen: bench.counted.append(seen[:2]))
+    with pytest.raises(asyncio.CancelledError):
+        bench.ask("/v1/models")
+    assert bench.counted == [("/v1/models", CLIENT_CLOSED)]
+
+
+class TestReceipt:
+    """What an answer says of itself: its id, its version, whether it was recorded."""
+
+    def ask(self, *, recorded=True, store_ok=True, headers=()):
+        seen = []
+
+        async def app(scope, receive, send):
+            seen.append(dict(scope["headers"]).get(b"x-request-id"))
+            assert [k for k, _ in scope["headers"]].count(b"x-request-id") == 1
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+
+        def make_context(response_id, **_):
+            seen.append(response_id)
+            return SimpleNamespace(weight_version=7, recorded=recorded, store_ok=store_ok)
+
+        bench = Bench()
+        bench.edge = Edge(app, ServiceConfig(), make_context)
+        answer = bench.ask("/v1/chat/completions", "POST", parts=(b"{}",), headers=headers)
+        return answer[2], *seen
+
+    def test_its_id_is_ours_whatever_the_client_sends(self):
+        sent = [(b"x-request-id", b"mine"), (b"X-Request-Id", b"mine")]
+        _, response_id, request_id = self.ask(headers=sent)
+        assert response_id == f"chatcmpl-{request_id.decode()}"
+        assert len(request_id) == 32
+
+    @pytest.mark.parametrize(
+        ("recorded", "store_ok", "said"),
+        [
+            (True, True, b"true"),
+            (False, True, b"false"),
+            (None, True, b"true"),  # a stream: as the last one before it
+            (None, False, b"false"),
+        ],
+    )
+    def test_whether_it_was_recorded(self, recorded, store_ok, said):
+        headers, *_ = self.ask(recorded=recorded, store_ok=store_ok)
+        assert headers[b"x-rollout-recorded"] == said
+        assert headers[b"x-weight-version"] == b"7"
 
 
 class TestFailuresInsideVllm:
