@@ -206,8 +206,11 @@ def test_a_swap_in_the_middle_of_an_answer_splits_its_versions(harness):
     before = harness.engine.weight_version
 
     async def swap_meanwhile():
-        asking = asyncio.ensure_future(harness._ask("a long one", 160, {}, {"ignore_eos": True}))
-        await asyncio.sleep(0.15)
+        begun = asyncio.Event()
+        asking = asyncio.ensure_future(
+            harness._ask("a long one", 160, {}, {"ignore_eos": True}, begun.set)
+        )
+        await asyncio.wait_for(begun.wait(), 60)  # before a token there is nothing to split
         await harness.engine.load_weights(harness.new_weights(before + 1))
         return await asking
 

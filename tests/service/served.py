@@ -83,6 +83,13 @@ class ServedEndpoint:
         }
         return self.post("/v1/chat/completions", body, headers=headers or {})
 
+    def reaches(self, rollout_id: str, state: str, timeout_s: float = 60) -> None:
+        """Wait until the rollout is in `state`."""
+        deadline = time.monotonic() + timeout_s
+        while (now := self.get(f"/v1/rollouts/{rollout_id}").json()["state"]) != state:
+            assert time.monotonic() < deadline, f"still {now}"
+            time.sleep(0.1)
+
     def settled(self, rollout_id: str, timeout_s: float = 60) -> dict:
         """The rollout once it has gone as far as it goes."""
         deadline = time.monotonic() + timeout_s

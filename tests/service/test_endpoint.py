@@ -165,7 +165,8 @@ def test_pausing_stops_learning_and_resuming_goes_on(endpoint):
         state = endpoint.get("/v1/learning").json()
         assert (state["paused"], state["pause_reason"]) == (True, "lunch")
         id = endpoint.chat().json()["id"]
-        time.sleep(3)
+        endpoint.reaches(id, "rewarded")
+        time.sleep(2)
         assert endpoint.get(f"/v1/rollouts/{id}").json()["state"] == "rewarded"
     finally:
         endpoint.post("/v1/learning/resume")
