@@ -25,6 +25,23 @@ async def test_the_embedded_judge_rewards_no_forgery(style, answer):
     assert outcome.reward == 0
 
 
+def test_every_setting_reaches_the_judge(tmp_path):
+    chosen = {
+        "model": "openai/x",
+        "api_base": "http://127.0.0.1:9",
+        "timeout_s": 7.0,
+        "max_tokens": 77,
+        "max_retries": 5,
+        "concurrency": 3,
+        "votes": 5,
+        "flip_probability": 0.2,
+    }
+    judge = make_judge(Config.model_validate({"judge": chosen, "learner": {"seed": 9}}))
+    made = {name: getattr(judge, name) for name in (*chosen, "seed")}
+    assert made == {**chosen, "seed": 9}
+    assert set(Config().judge.model_dump()) == {*chosen, "preferences"}
+
+
 def test_a_judge_that_could_mark_nothing_is_refused_before_anything_is_started(monkeypatch):
     checked_judge(Config(), [("cute", POOL)])
     with pytest.raises(ConfigError, match="Unknown style 'pirate'"):

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from judge import Verdict
+from judge import Unscored, Verdict
 from online_sao import offline
 from online_sao.config import Config, native_dtype
 from online_sao.errors import ScenarioError
@@ -23,7 +24,7 @@ from online_sao.learner.checkpoint import list_checkpoints
 from online_sao.learner.loop import make_run
 from online_sao.prepare import model_hash
 from online_sao.scenario import Request, load_scenario, read_results, write_results
-from online_sao.types import Rollout, WeightSpan
+from online_sao.types import Rollout, RolloutState, WeightSpan
 from online_sao.writing import DATA
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -393,9 +394,13 @@ def test_a_finished_run_is_taken_only_for_what_it_is(tiny_model, scenario, tmp_p
     assert offline.is_finished(config, definition, folder, 4)
     other = Config.load(overrides=overrides | {"learner.kl_coef": 0.3})
     elsewhere = Config.load(overrides=overrides | {"judge.model": "zai/glm-4.7"})
+    noisier = Config.load(overrides=overrides | {"judge.flip_probability": 0.1})
+    voting = Config.load(overrides=overrides | {"judge.votes": 3})
     for arguments, what in (
         ((other, definition, folder, 4), "another settings"),
         ((elsewhere, definition, folder, 4), "another judge"),
+        ((noisier, definition, folder, 4), "another judge"),
+        ((voting, definition, folder, 4), "another judge"),
         ((config, definition.replace(phase_rollouts=3), folder, 4), "another definition"),
         ((config, definition, folder, 1), "another lag"),
     ):
@@ -495,10 +500,102 @@ def test_rewards_that_come_late_come_in_order_of_arrival(lag):
     assert arrived != sorted(arrived)
 
 
-def test_the_method_is_all_that_its_patterns_name():
-    root = Path(offline.__file__).parents[1]
-    for pattern in offline.METHOD:
-        assert list(root.glob(pattern)), pattern
+NO_METHOD = {"__init__.py", "checkpoint.py", "export.py", "guards.py", "loop.py", "memory.py"}
+"""Of the learner's folder: what an offline run's numbers do not come from."""
+
+
+class TestMethodVersion:
+    def test_it_covers_the_algorithm_the_learner_and_the_judge(self):
+        root = Path(offline.__file__).parents[1]
+        covered = {path for pattern in offline.METHOD for path in root.glob(pattern)}
+        for pattern in offline.METHOD:
+            assert list(root.glob(pattern)), pattern
+        for folder in ("online_sao/algorithm", "online_sao/learner", "judge"):
+            others = {path.name for path in root.glob(f"{folder}/*.py")} - {
+                path.name for path in covered if path.parent == root / folder
+            }
+            assert others == (NO_METHOD if folder.endswith("learner") else set())
+
+    def test_another_byte_is_another_version(self, tmp_path, monkeypatch):
+        root = tmp_path / "copy"
+        for pattern in offline.METHOD:
+            for path in Path(offline.__file__).parents[1].glob(pattern):
+                if path.is_file():
+                    target = root / path.relative_to(Path(offline.__file__).parents[1])
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(path, target)
+        before = offline.method_version()
+        monkeypatch.setattr(offline, "__file__", str(root / "online_sao" / "offline.py"))
+        assert offline.method_version() == before
+        changed = root / "online_sao" / "learner" / "critic.py"
+        changed.write_bytes(changed.read_bytes() + b" ")
+        assert offline.method_version() != before
+
+
+def test_seeds_of_the_same_settings_are_known_as_such(make_runner, scenario, tmp_path):
+    definition = load_scenario(scenario)
+    runners = [
+        make_runner(definition, tmp_path / str(n), **settings)
+        for n, settings in enumerate(({"seed": 1}, {"seed": 2}, {"seed": 1, "policy_lr": 1e-6}))
+    ]
+    one, other, unlike = (runner._settings_id for runner in runners)
+    assert one == other != unlike
+    assert len({runner._run.id for runner in runners}) == 3
+
+
+def test_what_is_evaluated_when(make_runner, scenario, tmp_path):
+    runner = make_runner(load_scenario(scenario), tmp_path / "run")
+    runner.run()
+    held_out = Counter(
+        (row["index"], row["phase"], bool(row["final"]))
+        for row in read_results(tmp_path / "run").heldout
+    )
+    assert held_out == {
+        (0, 0, False): 4,  # the start policy
+        (4, 0, False): 4,
+        (8, 0, True): 4,
+        (8, 1, False): 4,  # another pool is offered
+        (12, 1, True): 4,
+    }
+
+
+def test_what_must_not_be_trained_on_is_not(make_runner, scenario, tmp_path, monkeypatch):
+    generate, score = FakeEngine.generate, FakeJudge.score
+
+    def with_one_excluded(self, prompts, ids, seeds, **settings):
+        made = generate(self, prompts, ids, seeds, **settings)
+        if ids[0].endswith("-0-0"):
+            made[0] = replace(made[0], state=RolloutState.EXCLUDED, reason="too_long")
+        return made
+
+    async def silent_once(self, messages, answer, style, pool):
+        silent_once.asked += 1
+        if silent_once.asked == silent_once.at:
+            return Unscored("timeout", "no answer")
+        return await score(self, messages, answer, style, pool)
+
+    monkeypatch.setattr(FakeEngine, "generate", with_one_excluded)
+    monkeypatch.setattr(FakeJudge, "score", silent_once)
+    silent_once.asked, silent_once.at = 0, -1
+    runner = make_runner(load_scenario(scenario), tmp_path / "run")
+    learn = runner._play_phase
+
+    def from_here(number, *rest):
+        if number == 0:
+            silent_once.asked, silent_once.at = 0, 2  # the second answer of the first phase
+        learn(number, *rest)
+
+    monkeypatch.setattr(runner, "_play_phase", from_here)
+    summary = runner.run()
+    rows = read_results(tmp_path / "run").rows
+    assert [(row["state"], row["reason"]) for row in rows[:3]] == [
+        ("excluded", "too_long"),
+        ("unscored", "timeout"),
+        ("trained", None),
+    ]
+    assert [row["trained_version"] for row in rows[:3]] == [None, None, 1]
+    assert summary["unscored"] == 1
+    assert runner._learner.num_updates == len(rows) - 2
 
 
 @pytest.mark.long

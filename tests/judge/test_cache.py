@@ -1,6 +1,7 @@
 """Verdicts are kept by content; failures are not."""
 
 import sqlite3
+from importlib.resources import files
 
 import pytest
 from standin import StandIn
@@ -10,14 +11,17 @@ from judge import Judge, JudgeError, Unscored, Verdict
 CHAT = [{"role": "user", "content": "Write about tea."}]
 
 
-def make(server, path, **settings):
+def make(server, path, model="openai/x", **settings):
     return Judge(
-        "openai/x", api_base=server.url, cache_path=path, max_retries=0, timeout_s=60, **settings
+        model, api_base=server.url, cache_path=path, max_retries=0, timeout_s=60, **settings
     )
 
 
 async def test_a_repeated_question_is_not_paid_twice(tmp_path):
     path = tmp_path / "cache" / "verdicts.sqlite"
+    other_rubric = tmp_path / "mine.toml"
+    shipped = (files("judge") / "data" / "archetypes.toml").read_text()
+    other_rubric.write_text(shipped.replace("Scholarly prose", "Learned prose"))
     with StandIn() as server:
         judge = make(server, path)
         one = await judge.score(CHAT, "A good styled tea.", "cute")
@@ -29,10 +33,15 @@ async def test_a_repeated_question_is_not_paid_twice(tmp_path):
             judge.score(CHAT, "A good tea.", "cute"),
             judge.score(CHAT, "A good styled tea.", "academic"),
             judge.score([], "A good styled tea.", "cute"),
+            judge.score(CHAT, "A good styled tea.", "cute", ["cute", "academic"]),
+            make(server, path, "openai/y").score(CHAT, "A good styled tea.", "cute"),
+            make(server, path, preferences=str(other_rubric)).score(
+                CHAT, "A good styled tea.", "cute"
+            ),
             make(server, path, votes=3).score(CHAT, "A good styled tea.", "cute"),
         ):
             assert isinstance(await changed, Verdict)
-        assert len(server.requests) == 1 + 3 + 3
+        assert len(server.requests) == 1 + 6 + 3
     assert (one.quality, one.style) == (two.quality, two.style) == (three.quality, three.style)
     assert two.rationale == one.rationale
 

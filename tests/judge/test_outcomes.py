@@ -261,6 +261,32 @@ async def test_an_open_circuit_lets_one_try_at_a_time():
     assert reasons == {"provider_error": 1, "circuit_open": 4}
 
 
+async def test_a_try_that_is_called_off_leaves_room_for_the_next():
+    def plan(answer, _times):
+        return {"down": "error_500", "stuck": "hang"}.get(answer, "normal")
+
+    with StandIn(plan) as server:
+        judge = make(
+            server, max_retries=0, breaker_failures=1, breaker_cooldown_s=0.05, timeout_s=60
+        )
+        await judge.score(CHAT, "down", "cute", POOL)
+        await asyncio.sleep(0.1)
+        trying = asyncio.ensure_future(judge.score(CHAT, "stuck", "cute", POOL))
+        while len(server.requests) < 2:
+            await asyncio.sleep(0.01)
+        trying.cancel()
+        await asyncio.gather(trying, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        assert isinstance(await judge.score(CHAT, "A good tea.", "cute", POOL), Verdict)
+
+
+@pytest.mark.parametrize(("votes", "temperatures"), [(1, {0.0}), (3, {0.7})])
+async def test_one_vote_is_the_likeliest_and_several_differ(votes, temperatures):
+    with StandIn() as server:
+        await make(server, votes=votes).score(CHAT, "A good tea.", "cute", POOL)
+    assert {request["temperature"] for request in server.requests} == temperatures
+
+
 async def test_what_a_model_writes_never_opens_the_circuit():
     with StandIn("essay") as server:
         judge = make(server, max_retries=0, breaker_failures=1)

@@ -1,6 +1,7 @@
 """The worker's handling of a judge and a store that fail; the whole is in test_operations.py."""
 
 import asyncio
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,7 @@ class Store:
     set_unscored = set_verdict
 
     def waiting_for_judge(self, limit, clients_before):
+        self.clients_before = clients_before
         return self.waiting[:limit]
 
 
@@ -79,6 +81,32 @@ def test_a_verdict_is_written_once_the_store_takes_it_and_not_asked_for_again(ou
     asyncio.run(made._judge_one(rollout()))
     assert store.written == [("a", outcome)]
     assert made.asked == ["a"]
+
+
+class TestRewardsFromUsers:
+    """Which answers of clients the judge is given: those recorded before `clients_before`."""
+
+    def asked_for(self, monkeypatch, **service):
+        store = Store()
+        made = make_worker(store, [], monkeypatch)
+        made._config = Config.model_validate({"service": service})
+        asyncio.run(made._one_round())
+        return store.clients_before
+
+    def test_all_where_the_judge_alone_rewards(self, monkeypatch):
+        assert self.asked_for(monkeypatch) is None
+
+    def test_none_where_only_feedback_does(self, monkeypatch):
+        before = self.asked_for(monkeypatch, reward_source="feedback")
+        assert before < datetime.now(UTC) - timedelta(days=3650)
+
+    def test_those_that_have_waited_long_enough_for_feedback(self, monkeypatch):
+        began = datetime.now(UTC)
+        before = self.asked_for(
+            monkeypatch, reward_source="feedback_then_judge", feedback_wait_s=90
+        )
+        assert began - timedelta(seconds=90) <= before
+        assert before <= datetime.now(UTC) - timedelta(seconds=90)
 
 
 def test_a_slow_judge_is_not_given_the_whole_queue_at_once(monkeypatch):
