@@ -223,6 +223,18 @@ def test_a_judge_that_always_says_one_is_seen_by_the_forgeries(endpoint):
     assert run.loop.status().paused
 
 
+def test_where_the_judge_is_at_fault_no_weights_are_rolled_back(endpoint):
+    run = endpoint(even_tokens, action="rollback")
+    assert run.serve(12) == []
+    for version, rewarded in ((10, 0.0), (12, 1.0)):
+        run.loop.add_probe(ProbeResult(version, 8, 1.0, 1.0, forgeries_rewarded=rewarded))
+    (fired,) = run.firings()
+    assert fired["kept_version"] == 10  # there was a way back
+    assert (fired["action"], fired["rolled_back_to"]) == ("pause", None)
+    assert run.loop.status().paused
+    assert run.loop.version == 12
+
+
 def test_a_judge_that_rewards_repetition(endpoint):
     """Reward hacking: the training reward rises to its top, the answers become one token."""
     # Steps large enough to be quick; the guards that watch their size are not what is shown.
@@ -280,3 +292,14 @@ def test_a_pause_by_a_guard_outlives_the_learner_and_keeps_the_way_back(endpoint
     third = restarted(run, tiny_model)
     assert third.status().paused
     assert third._kept_checkpoints()[0] == set()
+
+
+def test_the_first_probes_are_what_a_next_learner_compares_with(endpoint, tiny_model):
+    run = endpoint(even_tokens, probe_rounds=1)
+    run.loop.add_probe(ProbeResult(0, 8, quality=0.9, reward=0.2))
+    assert run.firings() == []
+    again = restarted(run, tiny_model)
+    again.add_probe(ProbeResult(1, 8, quality=0.3, reward=0.9))
+    again._one_round()
+    assert [fired.data["guard"] for fired in run.store.events("guard")] == ["probe_quality_drop"]
+    assert again.status().paused

@@ -136,6 +136,15 @@ class TestReward:
         old = [sample(n, reward=0.0, preference_id=1) for n in range(20, 30)]
         assert firings(guards, old) == []
 
+    def test_a_fall_within_the_grace_does_not_count(self):
+        guards = rails(grace_rollouts=2 * WINDOW + 2)
+        samples = [
+            sample(0, preference_id=1),
+            *(sample(n, reward=1.0, preference_id=2) for n in range(1, WINDOW + 2)),
+            *(sample(n, reward=0.0, preference_id=2) for n in range(WINDOW + 2, 4 * WINDOW)),
+        ]
+        assert firings(guards, samples) == []
+
     def test_a_fall_after_the_grace_counts_again(self):
         guards = rails(grace_rollouts=6)
         samples = [

@@ -27,6 +27,7 @@ from online_sao.errors import (
 )
 from online_sao.learner import checkpoint
 from online_sao.learner import loop as loop_module
+from online_sao.learner.guards import ProbeResult
 from online_sao.learner.learner import Learner
 from online_sao.learner.loop import LearnerLoop, make_run
 from online_sao.store import RolloutStore
@@ -715,6 +716,16 @@ class TestCheckpoints:
         assert held == [made, 4, 2]
         assert [v.version for v in bench.store.retained_versions()] == [made, 4, 2]
 
+    def test_old_ones_go_while_less_than_the_reserve_is_free(self, bench, monkeypatch):
+        usage = checkpoint.shutil.disk_usage("/")
+        free = usage._replace(free=2**29)
+        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: free)
+        loop = bench.loop(checkpoint_every=1, checkpoint_keep=9, checkpoint_min_free_gib=1)
+        loop.start()
+        bench.learn(loop, "a", "b", "c")
+        assert not bench.errors()
+        assert [v for v, _ in checkpoint.list_checkpoints(bench.checkpoints)] == [3]
+
     def test_one_on_request(self, bench):
         loop = bench.loop()
         loop.start()
@@ -831,6 +842,24 @@ class TestSessions:
         again.start()
         bench.learn(again)
         assert {r.trained_version for r in bench.store.list()} == {again.version}
+
+    def test_one_whose_update_was_lost_is_learned_from_again_as_a_whole(self, bench):
+        bench.changes = {"credit": "session"}
+        publisher = Publisher()
+        publisher.crash_at = 1
+        loop = bench.loop(publisher)
+        loop.start()
+        self.turns(bench)
+        bench.store.close_session("s")
+        with running(loop, ends_with=Crash):
+            pass
+        lost = bench.store.get_version(1).metrics
+        again = bench.loop()
+        assert again.start() == "resume"
+        bench.learn(again)
+        made = bench.store.get_version(again.version).metrics
+        names = ("rollout/num_trajectories", "rollout/reward", "rollout/num_action_tokens")
+        assert [made[name] for name in names] == [lost[name] for name in names] == [1, 1.5, 5]
 
 
 class TestResume:
@@ -1089,6 +1118,18 @@ class TestRollback:
             bench.drained()
         assert bench.store.get("before").trained_version == 7
 
+    def test_guards_forget_what_the_weights_that_were_left_did(self, bench):
+        loop = bench.loop(checkpoint_every=1, checkpoint_keep=9)
+        loop.start()
+        with running(loop):
+            bench.add("a", "b")
+            bench.drained()
+            assert loop.request_rollback(1).result(WAIT_S) == 3
+            bench.add("c", version=3)
+            bench.drained()
+            until(lambda: not loop.status().busy)
+            assert loop.status().guards["rollouts_seen"] == 1
+
     def test_to_one_that_is_not_retained(self, bench):
         self.trained(bench)
         loop = bench.loop()
@@ -1197,8 +1238,8 @@ def _fails(name):
 
 
 for _name in (
-    *("claim", "release", "finish_update", "exclude", "add_version", "set_published"),
-    *("roll_back", "add_event"),
+    *("claim", "release", "finish_update", "exclude", "set_published"),
+    *("roll_back", "add_event", "preference"),
 ):
     setattr(Outage, _name, _fails(_name))
 
@@ -1363,10 +1404,25 @@ class TestStoreOutage:
             outage.add("a", "b")
             outage.drained()
             until(lambda: loop.status().version == 2 and not loop.status().busy)
-            Outage.failing["add_version"] = 3
+            Outage.failing["roll_back"] = 3
             assert loop.request_rollback(1).result(WAIT_S) == 3
+            assert Outage.failing["roll_back"] == 0
         assert outage.store.get_version(3).parent == 1
         assert outage.states() == {"a": S.TRAINED, "b": S.DISCARDED}
+
+    def test_a_guard_that_fires_pauses_though_no_way_back_can_be_looked_for(self, outage):
+        loop = outage.loop()
+        loop.start()
+        loop.add_probe(ProbeResult(0, 8, quality=1.0, reward=1.0, forgeries_rewarded=1.0))
+        outage.add("a")
+        Outage.failing["preference"] = 1
+        with running(loop):
+            until(lambda: loop.status().paused or outage.states()["a"] is S.TRAINED)
+        assert Outage.failing["preference"] == 0
+        assert outage.states() == {"a": S.REWARDED}
+        assert "guard forgeries" in loop.status().pause_reason
+        (fired,) = outage.store.events("guard")
+        assert (fired.data["action"], fired.data["kept_version"]) == ("pause", None)
 
 
 class TestRun:
@@ -1377,6 +1433,7 @@ class TestRun:
             ({"threads": 2}, True),
             ({"checkpoint_every": 7}, True),
             ({"checkpoint_keep": 7}, True),
+            ({"checkpoint_min_free_gib": 7}, True),
             ({"publish_min_interval_s": 7}, True),
             ({"seed": 7}, False),
             ({"objective": "tis"}, False),

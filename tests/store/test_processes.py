@@ -16,6 +16,7 @@ from online_sao.store import RolloutStore
 from online_sao.types import RolloutState
 
 FORK = multiprocessing.get_context("fork")
+WAIT_S = 60  # far longer than anything here takes, even on a busy machine
 
 
 def child(work: Callable[..., Any], *args: Any) -> Callable[[], Any]:
@@ -119,7 +120,7 @@ def test_a_store_opened_before_a_fork_works_on_both_sides(kit, store):
 
 
 def test_a_killed_learner_loses_nothing(kit, store, store_url):
-    """SIGKILL at arbitrary moments; what was recorded before stays, no state is half-made."""
+    """SIGKILL while it learns; what was recorded before stays, no state is half-made."""
     kit.begin()
     kit.rewarded(*(f"r{i}" for i in range(200)))
 
@@ -131,15 +132,19 @@ def test_a_killed_learner_loses_nothing(kit, store, store_url):
             while batch := theirs.claim(epoch, limit=2, max_claims=100):
                 theirs.train(epoch, mine.next_version(), *(r.id for r in batch))
 
-    for delay_s in (0.11, 0.17, 0.23):
+    for number in (1, 20, 40):
         process = FORK.Process(target=learn)
         process.start()
-        time.sleep(delay_s)
+        deadline = time.monotonic() + WAIT_S
+        while store.counts()[RolloutState.TRAINED] < number:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
         process.join(10)
         assert process.exitcode in (0, -signal.SIGKILL)
         trained = [r for r in store.list(limit=500) if r.state == RolloutState.TRAINED]
         versions = {v.version for v in store.versions(limit=500)}
+        assert len(trained) >= number
         assert {r.trained_version for r in trained} | {0} == versions
     learn()
     assert store.counts()[RolloutState.TRAINED] == 200

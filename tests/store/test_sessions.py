@@ -10,6 +10,7 @@ from online_sao.errors import NotFoundError
 from online_sao.store.migration import migrate
 from online_sao.store.models import turns as turns_table
 from online_sao.types import RolloutState as S
+from online_sao.types import Skipped
 
 
 def turn(kit, name, session="s", parent=None, **fields):
@@ -98,6 +99,12 @@ class TestClosing:
         assert store.session("new").closed_at is None
         assert store.close_idle_sessions(10) == 0
 
+    def test_a_turn_keeps_its_session_from_being_idle(self, kit, store):
+        turn(kit, "a", created_at=datetime.now(UTC) - timedelta(seconds=30))
+        turn(kit, "b", parent="a")
+        assert store.close_idle_sessions(10) == 0
+        assert store.session("s").closed_at is None
+
     def test_a_session_without_texts_is_forgotten(self, kit, store):
         turn(kit, "a")
         turn(kit, "b", parent="a")
@@ -172,6 +179,15 @@ class TestClaims:
         self.reward(kit, "a", "b")
         store.close_session("s")
         assert claim(kit, epoch, current_version=10, max_policy_lag=5) == [["b"]]
+        assert kit.states() == {"a": "stale", "b": "claimed"}
+
+    def test_skipped_numbers_are_no_policy_lag(self, kit, store, epoch):
+        turn(kit, "a", version=2)
+        turn(kit, "b", parent="a", version=4)
+        self.reward(kit, "a", "b")
+        store.close_session("s")
+        skipped = Skipped(until=10, count=6)  # 10 has the weights of 4
+        assert claim(kit, epoch, current_version=11, max_policy_lag=2, skipped=skipped) == [["b"]]
         assert kit.states() == {"a": "stale", "b": "claimed"}
 
     def test_of_another_run_nothing_is_ready(self, kit, store, epoch):

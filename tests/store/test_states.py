@@ -45,6 +45,8 @@ ARROWS: dict[str, set[tuple[str, str]]] = {
 
 
 class Lives(RuleBasedStateMachine):
+    num_trained = 0  # over all lives
+
     @initialize()
     def start(self) -> None:
         self.folder = Path(tempfile.mkdtemp())
@@ -55,6 +57,7 @@ class Lives(RuleBasedStateMachine):
         self.deleted: set[str] = set()
         self.before: dict[str, str] = {}
         self.updates: dict[str, list[int]] = {}
+        self.claims: dict[str, int] = {}
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -131,17 +134,22 @@ class Lives(RuleBasedStateMachine):
         )
         self.check("claim")
         for rollout in claimed:
+            self.claims[rollout.id] = self.epochs[-1]
             assert rollout.id not in self.deleted
             assert rollout.token_ids.tolist() == [2, 3]
             assert rollout.num_claims <= 3
             assert self.line - rollout.weight_version_start <= lag
 
-    @rule(ids=name_lists, stale_learner=st.booleans())
-    def finish(self, ids: list[str], stale_learner: bool) -> None:
+    @rule(ids=st.none() | name_lists, stale_learner=st.booleans())
+    def finish(self, ids: list[str] | None, stale_learner: bool) -> None:
         epoch = self.epochs[0] if stale_learner else self.epochs[-1]
+        if ids is None:
+            ids = [name for name, state in self.before.items() if state == "claimed"]
         version = WeightVersion(self.store.next_version(), self.line, "run", "update")
         array = np.zeros(2, np.float32)
-        may = epoch == self.epochs[-1] and all(self.before.get(i) == "claimed" for i in ids)
+        may = epoch == self.epochs[-1] and all(
+            self.before.get(i) == "claimed" and self.claims[i] == epoch for i in ids
+        )
         try:
             self.store.finish_update(
                 epoch=epoch, version=version, rollouts=[(i, array, array, array) for i in ids]
@@ -149,13 +157,22 @@ class Lives(RuleBasedStateMachine):
             done = True
         except (FencedError, StoreError):
             done = False
+        assert done == may
         if done:
-            assert may
+            Lives.num_trained += len(ids)
             for name in ids:
                 self.updates.setdefault(name, []).append(version.version)
         else:
             assert self.store.next_version() == version.version
         self.check("finish" if done else "nothing")
+
+    @rule(name=names)
+    def learn(self, name: str) -> None:
+        """What mostly happens: chance alone hardly finds the four moves in their order."""
+        self.add(name, excluded=False, old=0)
+        self.verdict(name, 1.0)
+        self.claim(limit=3, lag=3, newest=False)
+        self.finish(None, stale_learner=False)
 
     @rule()
     def release(self) -> None:
@@ -234,4 +251,9 @@ Lives.TestCase.settings = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
-TestLives = Lives.TestCase
+
+
+class TestLives(Lives.TestCase):
+    def runTest(self) -> None:
+        super().runTest()
+        assert Lives.num_trained > 10

@@ -5,8 +5,11 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 
 from online_sao.errors import FencedError, NotFoundError, StoreError
+from online_sao.store import store as store_module
+from online_sao.store.models import feedback
 from online_sao.types import (
     JudgeState,
     Preference,
@@ -33,6 +36,14 @@ def same(a, b) -> bool:
         elif left != right:
             return False
     return True
+
+
+def kept_feedback(store) -> list[tuple]:
+    """What is kept beside the rollouts: source, reward, comment, and whether it counted."""
+    c = feedback.c
+    query = sa.select(c.source, c.reward, c.comment, c.used).order_by(c.id)
+    with store._engine.connect() as conn:
+        return [tuple(row) for row in conn.execute(query)]
 
 
 # ---- recording and reading
@@ -295,6 +306,14 @@ def test_a_late_verdict_never_changes_the_reward_used(kit, store):
     kit.train(epoch, 1, "x")
     assert store.set_verdict("x", worse) == S.TRAINED
     assert store.get("x").verdict == kit.good
+
+
+def test_a_verdict_that_can_no_longer_count_is_kept_beside_the_reward(kit, store):
+    epoch = kit.begin()
+    kit.rewarded("x")
+    kit.claim(epoch)
+    store.set_verdict("x", replace(kit.good, reward=0.25, rationale="too late"))
+    assert kept_feedback(store) == [("judge", 0.25, "too late", False)]
 
 
 def test_a_failed_judge_takes_no_reward_away(kit, store):
@@ -805,6 +824,13 @@ def test_deleting_removes_text_and_ids_and_keeps_marks(kit, store):
     store.delete_text("done")
 
 
+def test_deleting_removes_comments_and_keeps_the_rewards_given(kit, store):
+    store.add(kit.rollout("x"))
+    store.add_feedback("x", 0.25, "my words")
+    store.delete_text("x")
+    assert kept_feedback(store) == [("feedback", 0.25, None, True)]
+
+
 @pytest.mark.parametrize("start", ["pending", "unscored", "rewarded"])
 def test_a_deleted_answer_is_never_learned_from(kit, store, start):
     epoch = kit.begin()
@@ -857,6 +883,14 @@ def test_retention_deletes_by_age(kit, store):
     assert store.delete_older_than(30) == 1
     assert (store.get("old").answer, store.get("new").answer) == ("", "Drip, drop.")
     assert store.delete_older_than(30) == 0
+
+
+def test_retention_goes_on_until_all_that_is_old_is_deleted(kit, store, monkeypatch):
+    monkeypatch.setattr(store_module, "CHUNK", 2)
+    for name in "abcde":
+        store.add(kit.rollout(name, created_at=datetime.now(UTC) - timedelta(days=31)))
+    assert store.delete_older_than(30) == 5
+    assert {r.answer for r in store.list()} == {""}
 
 
 def test_a_time_without_a_zone_is_refused(kit, store):
