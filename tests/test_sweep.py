@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from online_sao import sweep
+from online_sao import offline, sweep
 from online_sao.config import Config
 from online_sao.errors import OnlineSAOError
 from online_sao.scenario import load_scenario
@@ -17,10 +17,13 @@ SCENARIO = load_scenario(Path(__file__).parents[1] / "scenarios" / "preference_s
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Lets runs end as told, by folder: `(function, argument)`, done in their process."""
+    """Lets runs end as told, by folder: `(function, argument)`, done in their process. The cores
+    that each was given are in `make.cores`."""
+    given = []
 
     def make(ends):
         def start(planned, share, cores, bar):
+            given.append(cores)
             context = multiprocessing.get_context("spawn")
             reports, theirs = context.Pipe(duplex=False)
             function, argument = ends[planned.folder.name]
@@ -30,10 +33,48 @@ def ended(monkeypatch):
             task = bar.add_task(planned.folder.name, total=None)
             return sweep._Child(process, reports, task, planned, share)
 
+        given.clear()
         monkeypatch.setattr(sweep, "_start", start)
         return [sweep.PlannedRun(Config(), SCENARIO, Path(name), 4) for name in ends]
 
+    make.cores = given
     return make
+
+
+def test_runs_at_a_time_have_cores_of_their_own(ended, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5, 7})
+    sweep.sweep(ended({"a": (os._exit, 0), "b": (os._exit, 0)}), 2, lambda _: None)
+    assert ended.cores == [[0, 2, 7], [1, 5]]
+    sweep.sweep(ended({"a": (os._exit, 0), "b": (os._exit, 0)}), 1, lambda _: None)
+    assert ended.cores == [[0, 1, 2, 5, 7]] * 2
+
+
+def test_one_that_was_stopped_ends_all(ended):
+    runs = ended({"stopped": (os._exit, sweep.EXIT_STOPPED), "next": (os._exit, 0)})
+    said = []
+    with pytest.raises(KeyboardInterrupt):
+        sweep.sweep(runs, 1, said.append)
+    assert said == []
+
+
+def test_what_is_finished_is_not_done_again(monkeypatch, tmp_path):
+    planned = sweep.PlannedRun(Config(), SCENARIO, tmp_path / "run", 4)
+    done = []
+
+    class Runner:
+        def __init__(self, config, scenario, folder, lag):
+            done.append(folder)
+
+        def run(self, on_progress):
+            pass
+
+    monkeypatch.setattr(offline, "OfflineRunner", Runner)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    for is_finished in (True, False):
+        monkeypatch.setattr(offline, "is_finished", lambda *_, said=is_finished: said)
+        sweep._run(planned, [0], None)
+        assert done == ([] if is_finished else [planned.folder])
 
 
 def test_a_run_that_a_signal_ended_is_named_with_the_signal(ended):

@@ -287,6 +287,29 @@ class TestOneUpdate:
         assert learner.state_dict()["policy"]["norms"] == norms
         assert len(set(norms)) > 6
 
+    @pytest.mark.parametrize(
+        "setting", [{"grad_clip_quantile": 0.01}, {"adam_betas": (0.5, 0.6)}, {"weight_decay": 0.3}]
+    )
+    @pytest.mark.parametrize(("preset", "part"), [("running_mean", "policy"), ("sao", "critic")])
+    def test_the_optimisers_settings_reach_both(self, tiny_model, preset, part, setting):
+        """Each where the other has no part in it."""
+        masters = []
+        for changes in ({}, setting):
+            learner = make_learner(tiny_model, preset, **changes)
+            for step in range(10):
+                learner.update([[make_rollout(reward=float(step % 2))]])
+            masters.append(getattr(learner, part).parameters.masters())
+        assert any(not torch.equal(masters[0][name], masters[1][name]) for name in masters[0])
+
+    def test_it_computes_on_the_threads_it_is_given(self, tiny_model):
+        before = torch.get_num_threads()
+        try:
+            for threads in (1, 2):
+                make_learner(tiny_model, threads=threads)
+                assert torch.get_num_threads() == threads
+        finally:
+            torch.set_num_threads(before)
+
     def test_what_cannot_be_a_batch_raises_and_changes_nothing(self, tiny_model):
         learner = make_learner(tiny_model)
         before = everything(learner)

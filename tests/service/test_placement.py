@@ -4,11 +4,26 @@ import pytest
 
 from online_sao.config import Config
 from online_sao.errors import ConfigError
-from online_sao.service.serve import check_resources, placement
+from online_sao.service.http import API_KEY_VARIABLE
+from online_sao.service.serve import check_resources, check_settings, placement
 
 
 def settings(**sections):
     return Config.model_validate(sections)
+
+
+class TestWhoMayReachIt:
+    @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+    def test_others_only_with_a_key_or_if_that_is_meant(self, monkeypatch, host):
+        with pytest.raises(ConfigError, match="--insecure"):
+            check_settings(settings(service={"host": host}))
+        check_settings(settings(service={"host": host, "insecure": True}))
+        monkeypatch.setenv(API_KEY_VARIABLE, "a-key-of-the-tests")
+        check_settings(settings(service={"host": host}))
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+    def test_this_machine_always(self, host):
+        check_settings(settings(service={"host": host}))
 
 
 def test_on_a_cpu_nothing_is_asked_for():

@@ -7,6 +7,7 @@ import pytest
 import sqlalchemy as sa
 from alembic.script import ScriptDirectory
 
+from online_sao.cli import main
 from online_sao.errors import StoreError
 from online_sao.store import RolloutStore, migration, models
 from online_sao.store.database import make_engine, parse_url
@@ -108,6 +109,17 @@ def test_an_old_store_is_refused_until_it_is_migrated_and_keeps_its_rows(engine,
             )
     else:
         assert done.backup is None
+
+
+def test_the_command_migrates_and_says_from_what_to_what(engine, store_url, kit, capsys):
+    kit.rewarded("a")
+    kit.to_first_schema()
+    assert main(["migrate", "--store", store_url]) == 0
+    assert f"migrated from schema 1 to {models.SCHEMA_VERSION}" in capsys.readouterr().err
+    with RolloutStore(store_url) as store:
+        assert [r.id for r in store.list()] == ["a"]
+    assert main(["migrate", "--store", store_url]) == 0
+    assert "nothing to do" in capsys.readouterr().err
 
 
 def test_an_error_half_way_leaves_the_database_as_it_was(engine, store_url):
