@@ -312,6 +312,7 @@ class LearnerLoop:
             if is_ours and self._guards.is_enough(data["num_answers"]):
                 fields = ("version", "num_answers", "quality", "reward", "forgeries_rewarded")
                 self._guards.reference = ProbeResult(*(event.data[name] for name in fields))
+                self._guards_status = self._guards.status()
                 break
         fired = self._store.events("guard", limit=1)
         if fired:
@@ -821,6 +822,7 @@ class LearnerLoop:
         self._lost.clear()
         self._checkpointed = self._version  # the weights are those of `version`
         self._guards.reset()
+        self._guards_status = self._guards.status()
         self._event("rollback", {"to": version, "made": self._version})
         self._unpublished = True
         self._publish()

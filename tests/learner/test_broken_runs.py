@@ -299,6 +299,7 @@ def test_the_first_probes_are_what_a_next_learner_compares_with(endpoint, tiny_m
     run.loop.add_probe(ProbeResult(0, 8, quality=0.9, reward=0.2))
     assert run.firings() == []
     again = restarted(run, tiny_model)
+    assert again.status().guards["probe"]["quality_at_first"] == 0.9
     again.add_probe(ProbeResult(1, 8, quality=0.3, reward=0.9))
     again._one_round()
     assert [fired.data["guard"] for fired in run.store.events("guard")] == ["probe_quality_drop"]

@@ -1125,6 +1125,7 @@ class TestRollback:
             bench.add("a", "b")
             bench.drained()
             assert loop.request_rollback(1).result(WAIT_S) == 3
+            assert loop.status().guards["rollouts_seen"] == 0
             bench.add("c", version=3)
             bench.drained()
             until(lambda: not loop.status().busy)
