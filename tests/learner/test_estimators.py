@@ -182,6 +182,23 @@ class TestSPO:
         a = 8 * 2 ** (-mean / 0.06)
         assert advantage(made, 1.0) == pytest.approx(1 / (a + 1), abs=1e-5)
 
+    @pytest.mark.parametrize(
+        ("shift", "rho"),
+        [(0.0, 0.9), (0.1, 2 ** -((math.exp(0.1) - 1.1) / 0.01)), (1.0, 0.5)],  # 0.6988 between
+    )
+    def test_settings_reach_the_tracker(self, shift, rho):
+        made = estimator(
+            "spo",
+            lambda rollout: rollout.behavior_logprobs + np.float32(shift),
+            spo_rho_min=0.5,
+            spo_rho_max=0.9,
+            spo_kl_half_life=0.01,
+        )
+        learn(made, 1.0, logprobs=-0.75)
+        learn(made, 0.0)
+        a = rho * 2  # 1/(1 - 0.5) = 2
+        assert advantage(made, 1.0) == pytest.approx(1 - a / (a + 1), abs=1e-5)
+
     @pytest.mark.parametrize("moves", [False, True])
     def test_the_measure_of_a_real_policy(self, tiny_model, moves):
         learner = make_learner(tiny_model, "spo", policy_lr=1e-2 if moves else 0.0)

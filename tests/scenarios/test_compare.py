@@ -147,6 +147,31 @@ def test_comparison_by_hand(runs):
     assert rows[3][4] == "never, 1/3"
 
 
+def test_each_audience_has_a_row_below_its_phase(tmp_path):
+    definition = SCENARIO.model_dump(by_alias=True)
+    definition["phase"][1]["audience"] = [
+        {"name": "elders", "style": "classical", "system": "For elders."},
+        {"name": "children", "style": "cute", "system": "For children."},
+    ]
+    scenario = Scenario.model_validate(definition)
+    folder = make_run(tmp_path / "run", "sao", 0, (0, 4), scenario=scenario)
+    results = read_results(folder)
+    for row in results.rows[20:]:  # the zeros are half of what the elders got
+        row["audience"] = "elders" if row["position"] < 8 else "children"
+    write_results(
+        folder, results.scenario, results.rows, results.heldout, preset="sao", complete=True
+    )
+    comparison = compare(collect([folder]))
+    _, rows = phase_rows(comparison)
+    assert [row[1:3] for row in rows] == [
+        ["A", "1.00"],
+        ["B", "0.80"],
+        ["- elders", "0.50"],
+        ["- children", "1.00"],
+    ]
+    assert "|  | - elders | 0.50 |" in markdown(comparison, [])
+
+
 # Which runs
 
 
