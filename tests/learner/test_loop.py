@@ -810,6 +810,24 @@ class TestSessions:
         assert first.advantages[-1] == pytest.approx(0.5 + v0 - last + lam * a0, rel=1e-5)
         assert first.values.shape == (3,)
 
+    @pytest.mark.parametrize(("wait", "learned"), [(300.0, False), (0.0, True)])
+    def test_how_long_a_turn_without_a_verdict_is_waited_for(self, bench, wait, learned):
+        bench.changes = {"credit": "session", "session_reward_wait_s": wait}
+        loop = bench.loop()
+        loop.start()
+        first = make_rollout("t0", tokens=[60, 61, 2], reward=0.5, session_id="s")
+        bench.store.add(first)
+        fields = {"session_id": "s", "parent_id": "t0", "reward": None}
+        bench.store.add(next_turn(first, "t1", [70, 71], [62, 2], **fields))
+        bench.store.close_session("s")
+        with running(loop):
+            bench.add("alone")
+            until(lambda: bench.states()["alone"] is S.TRAINED)
+            until(lambda: loop._num_waiting() == 0)
+            until(lambda: not learned or bench.states()["t0"] is S.TRAINED)
+        expected = S.TRAINED if learned else S.REWARDED
+        assert bench.states() == {"t0": expected, "t1": S.PENDING, "alone": S.TRAINED}
+
     def test_an_update_of_several_sessions(self, bench):
         bench.changes = {"credit": "session", "rollouts_per_update": 2}
         loop = bench.loop()

@@ -1,10 +1,13 @@
-"""Log files that a part leaves with every start."""
+"""Log files that a part leaves with every start, and how large they grow."""
 
+import logging
 import os
+from logging.handlers import RotatingFileHandler
 
 import pytest
 
-from online_sao.service.logs import FOLDER, forget_old_logs
+from online_sao.config import ServiceConfig
+from online_sao.service.logs import FOLDER, KEPT_FILES, forget_old_logs, start_log
 
 
 @pytest.fixture
@@ -37,6 +40,24 @@ def test_those_that_wrote_last_stay_with_their_older_files(tmp_path, folder):
 
 def test_no_folder(tmp_path):
     forget_old_logs(tmp_path, "replica-")
+
+
+def test_a_log_grows_to_its_limit_and_its_oldest_lines_go(tmp_path):
+    config = ServiceConfig(log_max_bytes=4096)
+    start_log(config, tmp_path, "learner")
+    logger = logging.getLogger("online_sao")
+    try:
+        for number in range(500):
+            logger.warning("line %d", number)
+    finally:
+        for handler in [h for h in logger.handlers if isinstance(h, RotatingFileHandler)]:
+            logger.removeHandler(handler)
+            handler.close()
+    files = sorted((tmp_path / FOLDER).iterdir())
+    assert len(files) == KEPT_FILES + 1
+    assert all(0 < path.stat().st_size <= 4096 for path in files)
+    assert "line 499" in (tmp_path / FOLDER / "learner.jsonl").read_text()
+    assert not any('"line 0"' in path.read_text() for path in files)
 
 
 def test_a_name_is_no_pattern(tmp_path, folder):

@@ -165,6 +165,15 @@ class TestPrompt:
         found = await prompts.continuation("s", {"messages": history}, render)
         assert found == (None, None, "history_changed")
 
+    async def test_only_the_last_turns_are_looked_at(self, store, tokenizer, render):
+        first = record(store, tokenizer, "a", [USER], [40, 41])
+        record(store, tokenizer, "b", [MORE], [42])
+        history = [USER, {"role": "assistant", "content": first.answer}, MORE]
+        for turns, expected in ((2, ("a", None)), (1, (None, "history_changed"))):
+            prompts = SessionPrompts(store, tokenizer, match_turns=turns)
+            parent, _, reason = await prompts.continuation("s", {"messages": history}, render)
+            assert (parent, reason) == expected
+
     async def test_a_store_that_does_not_answer(self, store, tokenizer, prompts, render):
         record(store, tokenizer, "a", [USER], [40])
         with store._engine.begin() as conn:
