@@ -263,6 +263,12 @@ def _compared_learner(runs: dict[str, list[Results]]) -> Figure | None:
     return figure
 
 
+def preset_line(number: int) -> tuple[str, Any]:
+    """Color and dashes of preset `number` from 0; no pair comes twice before all have come."""
+    rounds, place = divmod(number, len(PRESET_COLORS))
+    return PRESET_COLORS[place], PRESET_DASHES[(place + rounds) % len(PRESET_DASHES)]
+
+
 def _overlay(
     axes: Axes,
     runs: dict[str, list[Results]],
@@ -271,10 +277,7 @@ def _overlay(
 ) -> None:
     """One line per preset with a band over its runs."""
     for number, (name, group) in enumerate(runs.items()):
-        color, dashes = (
-            PRESET_COLORS[number % len(PRESET_COLORS)],
-            PRESET_DASHES[number % len(PRESET_DASHES)],
-        )
+        color, dashes = preset_line(number)
         answers = group[0].answers_per_request
         label = f"{name} ({_seeds(group)}{f', {answers} answers each' if answers > 1 else ''})"
         every = [series_of(results, column) for results in group]

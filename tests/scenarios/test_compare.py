@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from compare import collect, compare, markdown, phase_rows, spread, spread_to_mark
 
+from online_sao.config import PRESETS
 from online_sao.errors import ScenarioError
 from online_sao.scenario import Scenario, read_results, write_results
 
@@ -284,6 +285,11 @@ def test_smoothing_of_rewards_does_not_cross_a_switch(runs):
     whole = figures.run_series(results, "reward")
     assert len(whole[0]) == 40
     assert whole[0][20] == pytest.approx(17 / 20)  # rollouts 2 to 21: three zeros, one of B's
+
+
+def test_no_two_presets_share_a_line():
+    lines = {figures.preset_line(number) for number in range(len(PRESETS))}
+    assert len(lines) == len(PRESETS) > len(figures.PRESET_COLORS)
 
 
 def test_band():
