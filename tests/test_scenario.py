@@ -266,6 +266,17 @@ def test_heldout_requests_are_the_same_at_every_evaluation_of_a_pool(two):
     assert [r.messages for r in again] == [r.messages for r in requests]
 
 
+def test_heldout_topics_and_seeds_do_not_depend_on_the_order_of_a_pool(two):
+    phase = two.phases[0]
+    turned = phase.model_copy(update={"pool": phase.pool[::-1]})
+    assert turned.pool != phase.pool
+    asked = heldout_requests(two, 0, 40)
+    again = heldout_requests(two.model_copy(update={"phases": (turned,)}), 0, 40)
+    assert [(r.topic, r.seed) for r in again] == [(r.topic, r.seed) for r in asked]
+    other = phase.model_copy(update={"pool": ("cute", "classical"), "style": "cute"})
+    assert heldout_requests(two.model_copy(update={"phases": (other,)}), 0)[0].seed != asked[0].seed
+
+
 def test_audiences_differ_in_system_prompt_and_preference(write):
     text = TWO_PHASES + (
         "[[phase.audience]]\nname='elders'\nstyle='classical'\nsystem='For elders.'\nshare=3\n"
