@@ -133,14 +133,14 @@ async def test_a_judge_that_never_answers_costs_its_timeout_and_nothing_else():
 
     with StandIn(plan) as server:
         await make(server).score(CHAT, "A warm-up.", "cute", POOL)
-        judge = make(server, timeout_s=2.0)
+        judge = make(server, timeout_s=5.0)  # shared by the answer beside it
         stuck, fine = await asyncio.gather(
             judge.score(CHAT, "A stuck good tea.", "cute", POOL),
             judge.score(CHAT, "A good styled tea.", "cute", POOL),
         )
     assert isinstance(stuck, Unscored)
     assert stuck.reason == "timeout"
-    assert stuck.latency_s >= 2.0
+    assert stuck.latency_s >= 5.0
     assert isinstance(fine, Verdict)
 
 
