@@ -119,6 +119,20 @@ def test_behavior_logprobs_are_those_of_the_sampled_distribution(harness):
     assert harness.gap(rollout) < GAP
 
 
+def test_an_answer_longer_than_an_update_takes_is_not_learned_from(harness):
+    (rollout,) = harness.ask(max_tokens=4, seed=1)
+    num_tokens = len(rollout.prompt_token_ids) + len(rollout.token_ids)
+    assert harness.engine.max_train_tokens == harness.config.learner.max_train_tokens
+    for limit, reason in ((num_tokens, None), (num_tokens - 1, "too_long")):
+        harness.engine.max_train_tokens = limit
+        try:
+            (again,) = harness.ask(max_tokens=4, seed=1)  # the same answer
+        finally:
+            harness.engine.max_train_tokens = harness.config.learner.max_train_tokens
+        assert list(again.token_ids) == list(rollout.token_ids)
+        assert again.reason == reason
+
+
 def test_all_output_kinds_record_the_same(harness):
     from vllm.sampling_params import RequestOutputKind
 
